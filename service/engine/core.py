@@ -1,0 +1,289 @@
+"""The engine without its thread: a queue, slots, and a step that plans, runs and commits."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+
+from service.engine.batch import DecodeStatus, Logits, Runner, Segment
+from service.engine.meter import Meter
+from service.engine.pacing import Pacer
+from service.engine.scheduler import Plan, plan
+from service.engine.sequence import Sequence
+from service.engine.settings import SchedulingSettings
+from service.engine.slots import Slot, choose
+from service.engine.types import Event, FinishReason, Load, Progress, SlotInfo, Started
+from service.errors import Conflict, DeadlineExceeded, EngineFailure, Exhausted, SlotwireError
+
+log = logging.getLogger("slotwire.engine")
+
+Outcome = tuple[str, Event | SlotwireError]
+"""A request's id and what happened to it; `Finished` or an error is the last."""
+
+_RETRY_AFTER = 1.0  # seconds; slots turn over faster than anyone could predict from here
+
+
+class Core:
+    """Not thread-safe: one thread calls everything. Nothing here waits, except `step` for the runner."""
+
+    def __init__(
+        self, runner: Runner, settings: SchedulingSettings, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._runner = runner
+        self._settings = settings
+        self._clock = clock
+        self._info = runner.info
+        self._slots = [Slot(index) for index in range(self._info.slots)]
+        self._queue: deque[Sequence] = deque()
+        self._pacer = Pacer(settings.pace, runner.chunk_rows)
+        self._meter = Meter()
+        self._uses = 0
+        self._outcomes: list[Outcome] = []
+
+    # requests
+
+    def submit(self, sequence: Sequence) -> None:
+        """Queue a request. With a full queue it is refused: its only outcome is an error."""
+        if len(self._queue) >= self._settings.queue:
+            sequence.sampler.close()
+            error = Exhausted(
+                f"{len(self._queue)} requests are waiting; the limit is {self._settings.queue}",
+                retry_after=_RETRY_AFTER,
+                reason="QUEUE_FULL",
+                limit=self._settings.queue,
+            )
+            self._outcomes.append((sequence.request.id, error))
+            return
+        self._queue.append(sequence)
+
+    def cancel(self, request_id: str) -> None:
+        """Forget a request, wherever it is; what its slot has computed stays for reuse. Unknown ids are ignored."""
+        for sequence in self._queue:
+            if sequence.request.id == request_id:
+                self._queue.remove(sequence)
+                sequence.sampler.close()
+                return
+        for slot, sequence in self._busy():
+            if sequence.request.id == request_id:
+                self._release(slot)
+                return
+
+    def fail_all(self, error: SlotwireError) -> None:
+        """End every request with `error` and empty every slot."""
+        while self._queue:
+            sequence = self._queue.popleft()
+            sequence.sampler.close()
+            self._outcomes.append((sequence.request.id, error))
+        for slot in self._slots:
+            if slot.sequence is not None:
+                self._fail(slot, error)
+            self._clear(slot)
+
+    def take_outcomes(self) -> list[Outcome]:
+        """What happened since the last call, in order."""
+        outcomes, self._outcomes = self._outcomes, []
+        return outcomes
+
+    # slots
+
+    def slots(self) -> list[SlotInfo]:
+        return [slot.info(self._info.slot_context) for slot in self._slots]
+
+    def erase(self, slot_id: int) -> int:
+        """Empty an idle slot; returns how many tokens it held. Raises Conflict where it is busy."""
+        slot = self._slots[slot_id]
+        if slot.busy:
+            raise Conflict(f"slot {slot_id} is busy", reason="SLOT_BUSY", slot=slot_id)
+        count = len(slot.tokens)
+        self._clear(slot)
+        slot.session, slot.cache_key = None, ""
+        return count
+
+    def load(self) -> Load:
+        return self._meter.load(
+            slots=len(self._slots),
+            busy_slots=sum(slot.busy for slot in self._slots),
+            queued_requests=len(self._queue),
+            queue_limit=self._settings.queue,
+            cached_tokens=sum(len(slot.tokens) for slot in self._slots),
+            context_tokens=self._info.context,
+        )
+
+    # a step
+
+    def step(self) -> bool:
+        """Plan, run and commit once. Returns False where there was nothing to do."""
+        began = self._clock()
+        self._expire(began)
+        self._admit(began)
+        work = self._run()
+        if not work.segments:
+            return False
+        drawn = self._commit(work.segments, self._clock())
+        seconds = self._clock() - began
+        self._pacer.observe(work.generating, work.prompt_rows, seconds)
+        self._meter.step(work.generating + work.prompt_rows, work.prompt_rows, drawn, seconds)
+        return True
+
+    def _expire(self, now: float) -> None:
+        """End the requests whose time is over, in the queue and in the slots."""
+        for sequence in [s for s in self._queue if _over(s, now)]:
+            self._queue.remove(sequence)
+            sequence.sampler.close()
+            self._outcomes.append((sequence.request.id, _end_of_time(sequence, now)))
+        for slot, sequence in list(self._busy()):
+            if _over(sequence, now):
+                outcome = _end_of_time(sequence, now)
+                if isinstance(outcome, SlotwireError):
+                    self._fail(slot, outcome)
+                else:
+                    self._finish(slot, sequence, FinishReason.TIME_LIMIT, now)
+
+    def _admit(self, now: float) -> None:
+        """Give slots to those who can have one, in the order of their arrival."""
+        for sequence in list(self._queue):
+            if all(slot.busy for slot in self._slots) or not self._fits(sequence):
+                return  # nobody overtakes a prompt that waits for room
+            slot = choose(self._slots, sequence.request)
+            if slot is not None:
+                self._queue.remove(sequence)
+                self._start(slot, sequence, now)
+
+    def _fits(self, sequence: Sequence) -> bool:
+        """Whether the prompt has room beside the busy slots; if not, it waits rather than being cut off later."""
+        if self._info.capabilities.recurrent:  # a state of constant size for each slot
+            return True
+        busy = sum(max(len(slot.tokens), len(s.request.tokens)) + 1 for slot, s in self._busy())
+        return busy + len(sequence.request.tokens) < self._info.context or not busy
+
+    def _start(self, slot: Slot, sequence: Sequence, now: float) -> None:
+        request = sequence.request
+        reused = slot.common_prefix(request)
+        if reused < len(slot.tokens):
+            reused = self._runner.keep(slot.id, reused)
+            del slot.tokens[reused:]
+        self._uses += 1
+        slot.used, slot.last_used = self._uses, time.time()
+        slot.session, slot.cache_key, slot.sequence = request.session, request.cache_key, sequence
+        sequence.start(reused, now)
+        self._meter.request(reused)
+        self._outcomes.append((request.id, Started(slot.id, len(request.tokens), reused)))
+
+    def _run(self) -> Plan:
+        """Decode the next batch; where the cache is full, make room and plan again."""
+        while True:
+            generating = sum(sequence.pending is not None for _, sequence in self._busy())
+            work = plan(self._slots, self._pacer.prompt_rows(generating))
+            if not work.segments:
+                return work
+            began = self._clock()
+            status = self._runner.decode(work.segments)
+            self._meter.decode(self._clock() - began)
+            if status is DecodeStatus.OK:
+                return work
+            if status is DecodeStatus.NO_ROOM:
+                self._make_room()
+            else:
+                self._drop_batch(work.segments)
+
+    def _make_room(self) -> None:
+        """Empty the idle slot that was used longest ago; with none left, end the newest request."""
+        idle = [slot for slot in self._slots if slot.tokens and not slot.busy]
+        if idle:
+            slot = min(idle, key=lambda slot: slot.used)
+            log.info("evict slot %d: %d tokens, the cache is full", slot.id, len(slot.tokens))
+            self._clear(slot)
+            return
+        newest = max((slot for slot, _ in self._busy()), key=lambda slot: slot.used)
+        error = Exhausted(
+            f"the context of {self._info.context} tokens is full, and this is the newest of the running requests",
+            retry_after=_RETRY_AFTER,
+            reason="CACHE_FULL",
+            context_tokens=self._info.context,
+        )
+        self._fail(newest, error)
+        self._clear(newest)
+
+    def _drop_batch(self, segments: list[Segment]) -> None:
+        """The library failed: those who were in the batch cannot go on, the others can."""
+        for segment in segments:
+            slot = self._slots[segment.slot]
+            self._fail(slot, EngineFailure("the model failed to compute this request", reason="DECODE_FAILED"))
+            self._clear(slot)
+
+    def _commit(self, segments: list[Segment], now: float) -> int:
+        """Take over what was computed; returns how many tokens were drawn."""
+        output = 0
+        for segment in segments:
+            slot = self._slots[segment.slot]
+            sequence = slot.sequence
+            assert sequence is not None  # the plan has busy slots only
+            slot.tokens.extend(segment.tokens)
+            if sequence.pending is None and sequence.request.progress:
+                progress = Progress(len(slot.tokens), len(sequence.request.tokens))
+                self._outcomes.append((sequence.request.id, progress))
+            if segment.output:
+                self._advance(slot, sequence, self._runner.logits(output), now)
+                output += 1
+        return output
+
+    def _advance(self, slot: Slot, sequence: Sequence, logits: Logits, now: float) -> None:
+        """Draw the next token of a slot and see where that leads."""
+        try:
+            token = sequence.sampler.draw(logits)
+        except SlotwireError as error:
+            self._fail(slot, error)
+            return
+        delta, reason = sequence.take(token, logits, self._runner.pieces, self._runner.end_tokens, now)
+        if delta is not None:
+            self._outcomes.append((sequence.request.id, delta))
+        if reason is None and len(slot.tokens) >= self._info.slot_context:
+            reason = FinishReason.CONTEXT_FULL
+        if reason is not None:
+            self._finish(slot, sequence, reason, now)
+
+    # endings
+
+    def _finish(self, slot: Slot, sequence: Sequence, reason: FinishReason, now: float) -> None:
+        rest = sequence.flush()
+        if rest is not None:
+            self._outcomes.append((sequence.request.id, rest))
+        self._outcomes.append((sequence.request.id, sequence.finished(reason, now)))
+        self._release(slot)
+
+    def _fail(self, slot: Slot, error: SlotwireError) -> None:
+        assert slot.sequence is not None
+        self._outcomes.append((slot.sequence.request.id, error))
+        self._release(slot)
+
+    def _release(self, slot: Slot) -> None:
+        assert slot.sequence is not None
+        slot.sequence.sampler.close()
+        slot.last_sequence, slot.sequence = slot.sequence, None
+        slot.last_used = time.time()
+
+    def _clear(self, slot: Slot) -> None:
+        self._runner.keep(slot.id, 0)  # also where no tokens are known: a failed decode may have left some
+        slot.tokens.clear()
+
+    def _busy(self) -> Iterator[tuple[Slot, Sequence]]:
+        for slot in self._slots:
+            if slot.sequence is not None:
+                yield slot, slot.sequence
+
+
+def _over(sequence: Sequence, now: float) -> bool:
+    request = sequence.request
+    return (request.deadline_at is not None and now >= request.deadline_at) or (
+        request.time_limit_at is not None and now >= request.time_limit_at
+    )
+
+
+def _end_of_time(sequence: Sequence, now: float) -> Event | SlotwireError:
+    """The caller's deadline is an error, the time limit an end."""
+    request = sequence.request
+    if request.deadline_at is not None and now >= request.deadline_at:
+        return DeadlineExceeded("the deadline passed")
+    return sequence.finished(FinishReason.TIME_LIMIT, now)

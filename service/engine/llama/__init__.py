@@ -1,0 +1,7 @@
+"""llama.cpp behind the engine's own words. The only package that imports `llama_cpp`."""
+
+from service.engine.llama.library import RUNTIME_VERSION, system_info
+from service.engine.llama.runner import LlamaRunner, load_runner
+from service.engine.llama.schema import schema_to_gbnf
+
+__all__ = ["RUNTIME_VERSION", "LlamaRunner", "load_runner", "schema_to_gbnf", "system_info"]

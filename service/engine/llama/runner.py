@@ -1,0 +1,95 @@
+"""The runner: a model and its context as the engine wants them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import llama_cpp
+
+from service.engine.batch import DecodeStatus, Logits, Sampler, Segment
+from service.engine.llama import library
+from service.engine.llama.context import Context
+from service.engine.llama.model import Model, OnProgress
+from service.engine.llama.samplers import ChainSampler, GreedySampler
+from service.engine.llama.vocabulary import Vocabulary
+from service.engine.settings import ContextSettings, ModelSettings
+from service.engine.types import Capabilities, ModelInfo, Request
+from service.errors import ConfigError
+
+
+class LlamaRunner:
+    """Implements `engine.batch.Runner`. Made, used and closed on one thread: the first and only one that computes.
+
+    A second thread with its own OpenMP team would slow each decode down for good.
+    """
+
+    def __init__(self, model: Model, context: Context, settings: ContextSettings) -> None:
+        self._model, self._context = model, context
+        self.vocabulary = Vocabulary(model.vocab_handle)
+        self.end_tokens = self.vocabulary.end_tokens
+        self.pieces = self.vocabulary.pieces
+        self.chunk_rows = context.chunk_rows
+        self.info = _info(model, context, settings, self.vocabulary.size)
+
+    def decode(self, segments: Sequence[Segment]) -> DecodeStatus:
+        return self._context.decode(segments)
+
+    def logits(self, index: int) -> Logits:
+        return self._context.logits(index)
+
+    def keep(self, slot: int, length: int) -> int:
+        return self._context.keep(slot, length)
+
+    def make_sampler(self, request: Request) -> Sampler:
+        """The sampler of a request; may be called from any thread. Raises InvalidRequest for a bad grammar."""
+        if request.sampling.greedy:
+            return GreedySampler(self.end_tokens if request.sampling.ignore_eos else ())
+        return ChainSampler(
+            self.vocabulary, self._model.vocab_handle, request.sampling, request.tokens, self.info.slot_context
+        )
+
+    def close(self) -> None:
+        self._context.close()
+        self._model.close()
+
+
+def load_runner(
+    path: Path, model_settings: ModelSettings, settings: ContextSettings, on_progress: OnProgress | None = None
+) -> LlamaRunner:
+    """Load the model and make its context, on the calling thread. Raises ConfigError with llama.cpp's own reason."""
+    library.route_log()
+    model = Model(path, model_settings, on_progress)
+    try:
+        return LlamaRunner(model, Context(model, settings), settings)
+    except BaseException:
+        model.close()
+        raise
+
+
+def _info(model: Model, context: Context, settings: ContextSettings, vocabulary: int) -> ModelInfo:
+    trained: int = llama_cpp.llama_model_n_ctx_train(model.handle)
+    slot_context = settings.slot_context or min(context.size, trained or context.size)
+    if not 2 <= slot_context <= context.size:
+        raise ConfigError(f"slot_context: {slot_context} is not in [2, {context.size}], the context of all slots")
+    return ModelInfo(
+        name=model.path.name,
+        description=model.description,
+        architecture=model.metadata("general.architecture"),
+        parameters=llama_cpp.llama_model_n_params(model.handle),
+        size_bytes=llama_cpp.llama_model_size(model.handle),
+        vocabulary_size=vocabulary,
+        embedding_size=llama_cpp.llama_model_n_embd(model.handle),
+        layers=llama_cpp.llama_model_n_layer(model.handle),
+        trained_context=trained,
+        context=context.size,
+        slot_context=slot_context,
+        slots=settings.slots,
+        capabilities=Capabilities(
+            trim=context.can_trim,
+            recurrent=bool(llama_cpp.llama_model_is_recurrent(model.handle)),
+            hybrid=bool(llama_cpp.llama_model_is_hybrid(model.handle)),
+            sliding_window=llama_cpp.llama_model_n_swa(model.handle),
+        ),
+        chat_template=model.chat_template,
+    )
