@@ -49,11 +49,11 @@ def generate(context: Context, prompts: list[list[int]], count: int) -> float:
 
 
 def prefill(context: Context, prompt: list[int]) -> float:
-    """Seconds to decode a prompt in chunks of what is computed at once."""
+    """Seconds to decode a prompt in chunks of the largest size."""
     context.keep(0, 0)
     began = time.perf_counter()
-    for start in range(0, len(prompt), context.chunk_rows):
-        chunk = prompt[start : start + context.chunk_rows]
+    for start in range(0, len(prompt), context.max_rows):
+        chunk = prompt[start : start + context.max_rows]
         context.decode([Segment(0, chunk, start, output=start + len(chunk) == len(prompt))])
     context.logits(0).argmax()
     return time.perf_counter() - began

@@ -9,9 +9,10 @@ is a process of its own on the same cores.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -27,6 +28,7 @@ from slotwire_client import Client, Load
 STREAMS = (1, 4, 8)
 TOKENS = 128
 LONG_PROMPT = 2000
+UNDER_WAY = 100  # messages of each stream, before the long prompt arrives
 SLOTS, CONTEXT = 8, 8192
 
 OPENINGS = (
@@ -71,6 +73,8 @@ class Stream:
 
     def __init__(self, stub: pb_grpc.GenerationServiceAsyncStub, prompt: Sequence[int], tokens: int) -> None:
         self.arrivals: list[tuple[float, int]] = []
+        self.under_way = asyncio.Event()
+        """Set once `UNDER_WAY` messages came."""
         self._request = pb.GenerateRequest(
             prompt=pb.Prompt(tokens=pb.TokenPrompt(ids=prompt)), max_tokens=tokens, reuse_prefix=False,
             sampling=sp.SamplingOptions(temperature=0, ignore_eos=True),
@@ -81,12 +85,14 @@ class Stream:
         async for response in self._stub.Generate(self._request):
             if response.HasField("delta"):
                 self.arrivals.append((time.perf_counter(), len(response.delta.token_ids)))
+                if len(self.arrivals) == UNDER_WAY:
+                    self.under_way.set()
 
     @property
     def gaps(self) -> list[tuple[float, float]]:
         """(time, seconds since the message before) of each message but the first."""
         times = [at for at, _ in self.arrivals]
-        return [(later, later - earlier) for earlier, later in zip(times, times[1:], strict=False)]
+        return [(later, later - earlier) for earlier, later in itertools.pairwise(times)]
 
 
 async def throughput(stub: pb_grpc.GenerationServiceAsyncStub, prompts: Sequence[Sequence[int]]) -> float:
@@ -99,12 +105,14 @@ async def throughput(stub: pb_grpc.GenerationServiceAsyncStub, prompts: Sequence
     return tokens / (ended - began)
 
 
-async def pace(stub: pb_grpc.GenerationServiceAsyncStub, prompts: Sequence[Sequence[int]], long: Sequence[int]) -> tuple[float, float]:
+async def pace(
+    stub: pb_grpc.GenerationServiceAsyncStub, prompts: Sequence[Sequence[int]], long: Sequence[int]
+) -> tuple[float, float]:
     """Median gap before a long prompt arrives, and the 99th percentile of the gaps during its prefill; seconds."""
     streams = [Stream(stub, prompt, 700) for prompt in prompts]
     running = [asyncio.create_task(stream.run()) for stream in streams]
-    while min(len(stream.arrivals) for stream in streams) < 100:
-        await asyncio.sleep(0.05)
+    for stream in streams:
+        await stream.under_way.wait()
     arrived = time.perf_counter()
     newcomer = Stream(stub, long, 1)
     await newcomer.run()
@@ -156,7 +164,15 @@ async def measure(model: Path, rounds: int, threads: int) -> Report:
     )
 
 
-async def _round(client: Client, process: psutil.Process, stub: pb_grpc.GenerationServiceAsyncStub, peer: Bare, prompts: list[tuple[int, ...]], long: list[int], note) -> None:  # type: ignore[no-untyped-def]
+async def _round(
+    client: Client,
+    process: psutil.Process,
+    stub: pb_grpc.GenerationServiceAsyncStub,
+    peer: Bare,
+    prompts: list[tuple[int, ...]],
+    long: list[int],
+    note: Callable[[str, float], None],
+) -> None:
     for n in STREAMS:
         note(f"bare {n}", await peer.generate(prompts[:n], TOKENS))
         cpu, load = loop_seconds(process), await client.load()
@@ -188,7 +204,8 @@ def table(report: Report) -> str:
         f"- Event loop: {report.loop_cpu_us_per_token:.0f} µs of processor time a token at {max(STREAMS)} streams.",
         f"- Engine without llama.cpp's decode: {report.engine_python_us_per_step:.0f} µs a step.",
         f"- A prompt of {LONG_PROMPT:,} tokens beside {SLOTS - 1} streams: gap {report.pace_before_ms:.1f} ms before, "
-        f"{report.pace_during_p99_ms:.1f} ms at the 99th percentile during ({ratios['pace p99 during a prompt']:.2f} times).",
+        f"{report.pace_during_p99_ms:.1f} ms at the 99th percentile during it "
+        f"({ratios['pace p99 during a prompt']:.2f} times).",
         f"- Prefill alone: {report.prefill:.0f} tokens/s, bare {report.bare_prefill:.0f} ({ratios['prefill']:.3f}).",
     ]
     return "\n".join(lines)

@@ -146,9 +146,7 @@ def _template(runner: LlamaRunner) -> ChatTemplate | None:
         return None
     vocabulary = runner.vocabulary
     try:
-        return ChatTemplate(
-            source, bos=vocabulary.bos, eos=vocabulary.eos, control_tokens=vocabulary.control_texts
-        )
+        return ChatTemplate(source, bos=vocabulary.bos, eos=vocabulary.eos, control_tokens=vocabulary.control_texts)
     except ConfigError as error:
         log.warning("ignore the model's chat template: %s", error)
         return None

@@ -78,7 +78,7 @@ LIMITS: Mapping[str, tuple[float, float]] = {
     "gpu_layers": (-1, _INT32),
     "main_gpu": (0, 255),
     "tensor_split": (0, _ANY),
-    "slots": (1, 256),  # llama.cpp's LLAMA_MAX_SEQ
+    "slots": (1, 255),  # llama.cpp's LLAMA_MAX_SEQ, less a scratch sequence
     "context": (0, _INT32),
     "slot_context": (0, _INT32),
     "batch": (1, _INT32),

@@ -7,7 +7,6 @@ import sys
 from collections.abc import Sequence
 
 from cyclopts import App, CycloptsError, Group, Parameter
-from slotwire_client import SlotwireError
 
 import service
 from service.cli.chat import chat
@@ -19,6 +18,7 @@ from service.cli.serve import serve
 from service.cli.slots import slots
 from service.config import sources
 from service.errors import ConfigError
+from slotwire_client import SlotwireError
 
 USAGE_ERROR = 2
 """Exit code for what can be mended on the command line, in the environment or in the settings file."""

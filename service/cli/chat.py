@@ -6,12 +6,11 @@ import asyncio
 import contextlib
 import sys
 
-from slotwire_client import Chat, ChatMessage, Client, GenerateOptions, SlotwireError
-
 from service.cli.connect import PRIVATE, ConnectionOptions, connect
 from service.cli.failure import usage_errors
 from service.cli.options import DEFAULTS, SamplingOptions
 from service.cli.output import summary, write
+from slotwire_client import Chat, ChatMessage, Client, GenerateOptions, SlotwireError
 
 with contextlib.suppress(ImportError):
     import readline  # noqa: F401  # gives `input` line editing and a history

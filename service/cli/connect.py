@@ -16,10 +16,10 @@ from typing import Annotated
 from cyclopts import Group, Parameter
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
-from slotwire_client import Client, ServerState, Unavailable
 
 from service.cli.failure import Failure
 from service.config import ENV_PREFIX
+from slotwire_client import Client, ServerState, Unavailable
 
 _POLL_SECONDS = 0.1
 _ANSWER_SECONDS = 10.0
@@ -118,7 +118,9 @@ async def _private_server(model: Path | None) -> AsyncIterator[_PrivateServer]:
     """Starts a server on a socket of its own, and stops it whatever happens."""
     with _terminating(), tempfile.TemporaryDirectory(prefix="slotwire-") as folder:
         socket, log = Path(folder, "socket"), Path(folder, "log")
-        command = ["-m", "service.cli", "serve", "--listen", f"unix:{socket}"]
+        # What belongs to a server of the operator's in the environment or a settings file is overruled.
+        command = ["-m", "service.cli", "serve", "--listen", f"unix:{socket}", "--log-level", "warning"]
+        command += ["--ready-file", str(Path(folder, "ready"))]
         if model is not None:
             command += ["--model", str(model)]
         with log.open("wb") as output:  # noqa: ASYNC230  # nothing else runs yet

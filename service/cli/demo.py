@@ -15,18 +15,18 @@ from rich.live import Live
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
-from slotwire_client import ChatMessage, Delta, Generation
 
 from service.cli.connect import PRIVATE, ConnectionOptions, connect
 from service.cli.failure import usage_errors
-from service.cli.options import Sampling, SamplingOptions
+from service.cli.options import DEFAULTS, Sampling, SamplingOptions
 from service.cli.output import printable
+from slotwire_client import ChatMessage, Delta, Generation
 
 PROMPTS = (
     "Write a short story about a lighthouse keeper who finds a letter in a bottle.",
-    "Explain to a child how rain is made.",
+    "Why is the sky blue?",
 )
-_SAMPLING = Sampling(max_tokens=160, temperature=0.7, seed=1)
+_SAMPLING = Sampling(max_tokens=160, temperature=0.2, top_p=0.9, seed=1)
 _FRAMES = 12  # a second
 
 
@@ -62,7 +62,7 @@ async def demo(
     prompts: Annotated[tuple[str, ...], Parameter(negative_iterable=())] = PROMPTS,
     /,
     *,
-    sampling: SamplingOptions = _SAMPLING,
+    sampling: SamplingOptions = DEFAULTS,
     connection: ConnectionOptions = PRIVATE,
 ) -> int:
     """Answer several prompts at once, side by side, with the speed of each and of all together.
@@ -70,7 +70,7 @@ async def demo(
     Args:
         prompts: What to answer. Left out: a story and an explanation.
     """
-    options = sampling.options()
+    options = sampling.over(_SAMPLING).options()
     answers = [Answer(prompt) for prompt in prompts]
     console = Console()
     async with connect(connection) as client:

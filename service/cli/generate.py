@@ -6,12 +6,12 @@ import sys
 from typing import Annotated
 
 from cyclopts import Parameter
-from slotwire_client import ChatMessage, Client, Generation, Prompt
 
 from service.cli.connect import PRIVATE, ConnectionOptions, connect
 from service.cli.failure import Failure, usage_errors
 from service.cli.options import DEFAULTS, SamplingOptions
 from service.cli.output import event_fields, summary, write, write_json
+from slotwire_client import ChatMessage, Client, Generation, Prompt
 
 
 async def generate(

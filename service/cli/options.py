@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated
 
 from cyclopts import Group, Parameter
-from slotwire_client import GenerateOptions
 
 from service.cli.failure import Failure
+from slotwire_client import GenerateOptions
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +37,11 @@ class Sampling:
     stop: tuple[str, ...] = ()
     grammar_file: Path | None = None
     json_schema: str | None = None
+
+    def over(self, defaults: Sampling) -> Sampling:
+        """These options, and those of `defaults` where nothing was given."""
+        given = {item.name: getattr(self, item.name) for item in fields(self)}
+        return replace(defaults, **{name: value for name, value in given.items() if value not in (None, ())})
 
     def options(self) -> GenerateOptions:
         """As the client takes them. Raises Failure where a file cannot be read."""

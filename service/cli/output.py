@@ -11,6 +11,7 @@ from datetime import datetime
 from typing import Any
 
 from rich.console import Console
+
 from slotwire_client import Event, GenerationResult
 
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")

@@ -11,10 +11,10 @@ from typing import Annotated
 from cyclopts import Parameter, validators
 from rich.live import Live
 from rich.table import Table
-from slotwire_client import Client, Slot
 
 from service.cli.connect import PRIVATE, ConnectionOptions, connect
 from service.cli.output import table_console, write_json
+from slotwire_client import Client, Slot
 
 _STATE_STYLES = {"idle": "dim", "prompt": "yellow", "generating": "green"}
 

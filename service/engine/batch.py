@@ -64,8 +64,8 @@ class Runner(Protocol):
         """The bytes that each token adds to a text."""
 
     @property
-    def chunk_rows(self) -> int:
-        """Rows that are computed at once, which is the most that a batch should have."""
+    def max_rows(self) -> int:
+        """The most rows of one decode; more than there are slots."""
 
     def decode(self, segments: Sequence[Segment]) -> DecodeStatus:
         """Compute all rows. The rows of one segment stay together and in order."""

@@ -37,7 +37,7 @@ class Core:
         self._info = runner.info
         self._slots = [Slot(index) for index in range(self._info.slots)]
         self._queue: deque[Sequence] = deque()
-        self._pacer = Pacer(settings.pace, runner.chunk_rows)
+        self._pacer = Pacer(settings.pace, runner.max_rows)
         self._meter = Meter()
         self._uses = 0
         self._outcomes: list[Outcome] = []

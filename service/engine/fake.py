@@ -45,7 +45,7 @@ class FakeRunner:
         )
         self.end_tokens = frozenset({END})
         self.pieces = [b"" if token == END else bytes([97 + token % 26]) for token in range(vocabulary)]
-        self.max_rows, self.chunk_rows = 32, 16
+        self.max_rows = 16
         self.memory: dict[int, list[int]] = {}
         self.decoded: list[list[Segment]] = []
         self.statuses: list[DecodeStatus] = []

@@ -15,8 +15,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 MAX_BRANCHES = 2048
-"""Places where a rule may begin, counted along every path. It bounds the stacks that the library builds at a step,
-their depth, and its recursion (about 200 bytes of C stack for each)."""
+"""Places where a rule may begin, counted along every path. It bounds the stacks that the library makes of one with this
+rule on top, their growth, and the depth of its recursion (about 200 bytes of C stack each)."""
 MAX_WORK = 50_000_000
 """Elements that the library looks at while it searches for left recursion, about a nanosecond each."""
 _CALL_WORK = 16

@@ -14,8 +14,8 @@ class Pacer:
 
     A step that only generates sets the pace. A step that also takes prompt rows may last `factor` times as long: its
     chunk is scaled by how far the last one was from that, so that an error shrinks from step to step and a wrong pace
-    cannot make a step much longer than that pace allows. Without anyone generating, a chunk is as large as the library
-    computes at once.
+    cannot make a step much longer than that pace allows. Without anyone generating, a chunk is as large as a decode can
+    be.
     """
 
     def __init__(self, factor: float, max_rows: int) -> None:

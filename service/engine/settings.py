@@ -50,8 +50,8 @@ class ContextSettings:
         slots: Conversations that generate at the same time.
         context: Tokens that all slots hold together. 0: what the model was trained with, 8,192 at most.
         slot_context: The most tokens of one slot. 0: the context, or what the model was trained with if that is less.
-        batch: The most rows of one decode.
-        ubatch: Rows that are computed at once.
+        batch: The most rows of one decode; more than the slots.
+        ubatch: Rows of a decode that are computed at once.
         threads: Threads for generating. 0: the physical cores.
         threads_batch: Threads for prompts. 0: the same.
         flash_attention: Use flash attention.
@@ -72,7 +72,7 @@ class ContextSettings:
     slots: int = 4
     context: int = 0
     slot_context: int = 0
-    batch: int = 2048
+    batch: int = 512
     ubatch: int = 512
     threads: int = 0
     threads_batch: int = 0

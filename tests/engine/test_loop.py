@@ -121,9 +121,7 @@ async def test_a_reader_that_stops_is_cut_off_without_harm_to_others(
     assert caught.value.reason == "SLOW_READER"
 
 
-async def test_cancelling_frees_the_slot_before_the_next_step(
-    engine: Engine[GatedRunner], runner: GatedRunner
-) -> None:
+async def test_cancelling_frees_the_slot_before_the_next_step(engine: Engine[GatedRunner], runner: GatedRunner) -> None:
     runner.gate.clear()
     engine.submit(request("a", max_tokens=1000), GreedySampler())
     await asyncio.to_thread(runner.entered.wait, LIMIT)

@@ -54,7 +54,7 @@ BAD = {
     "no tokens": (tokens(), "prompt.tokens.ids", "at least 1"),
     "token beyond the vocabulary": (tokens(1, VOCABULARY), "prompt.tokens.ids[1]", f"[0, {VOCABULARY})"),
     "negative token": (tokens(-1), "prompt.tokens.ids[0]", f"[0, {VOCABULARY})"),
-    "prompt longer than the context": (tokens(*[5] * 3000), "prompt", f"3000 tokens; the slot's context has room for {ROOM}"),
+    "prompt too long": (tokens(*[5] * 3000), "prompt", f"3000 tokens; the slot's context has room for {ROOM}"),
     "text that cannot fit": (text("word " * 100_000), "prompt", f"room for {ROOM}"),
     "no messages": (pb.GenerateRequest(prompt=pb.Prompt(chat=pb.ChatPrompt())), "prompt.chat.messages", "1 to"),
     "max_tokens": (text(max_tokens=0), "max_tokens", "[1, "),
@@ -84,7 +84,7 @@ BAD = {
     "bias no number": (sampling(logit_bias={3: math.nan}), "sampling.logit_bias[3]", "nan"),
     "bias for no token": (sampling(logit_bias={VOCABULARY: 1.0}), "sampling.logit_bias[0]", f"[0, {VOCABULARY})"),
     "seed that means random": (sampling(seed=2**32 - 1), "sampling.seed", "[0, "),
-    "grammar and schema": (sampling(grammar=sp.Grammar(gbnf="root ::= [a]", json_schema="{}")), "sampling.grammar", "one of"),
+    "both grammars": (sampling(grammar=sp.Grammar(gbnf="root ::= a", json_schema="{}")), "sampling.grammar", "one of"),
     "grammar syntax": (gbnf('root ::= "a"\nx ::= ]'), "sampling.grammar.gbnf", "line 2"),
     "grammar without root": (gbnf('x ::= "a"'), "sampling.grammar.gbnf", "root"),
     "grammar with an undefined rule": (gbnf("root ::= missing"), "sampling.grammar.gbnf", "missing"),
@@ -162,7 +162,9 @@ async def test_a_prompt_that_is_too_long_tells_the_numbers(stub: pb_grpc.Generat
     assert (info.metadata["tokens"], info.metadata["limit"]) == ("3000", str(ROOM))  # type: ignore[attr-defined]
 
 
-async def test_an_unknown_slot_is_not_found(channel: grpc.aio.Channel, stub: pb_grpc.GenerationServiceAsyncStub) -> None:
+async def test_an_unknown_slot_is_not_found(
+    channel: grpc.aio.Channel, stub: pb_grpc.GenerationServiceAsyncStub
+) -> None:
     error = await refused(stub.Generate(text(slot_id=4)))
     assert error.code() is grpc.StatusCode.NOT_FOUND
     slots = slot_pb2_grpc.SlotServiceStub(channel)
@@ -201,9 +203,13 @@ async def test_invalid_utf8_names_its_place(stub: pb_grpc.GenerationServiceAsync
     assert detail(caught.value, error_details_pb2.ErrorInfo).metadata["offset"] == "2"  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("data", [b"\xff\xff\xff", b"\x0a\x05\x0a\x03\x0a\x01\xff"], ids=["garbage", "bad UTF-8 in a string"])
+@pytest.mark.parametrize(
+    "data", [b"\xff\xff\xff", b"\x0a\x05\x0a\x03\x0a\x01\xff"], ids=["garbage", "bad UTF-8 in a string"]
+)
 async def test_bytes_that_are_no_message_are_an_invalid_argument(channel: grpc.aio.Channel, data: bytes) -> None:
-    call = channel.unary_stream("/slotwire.v1.GenerationService/Generate", lambda raw: raw, pb.GenerateResponse.FromString)
+    call = channel.unary_stream(
+        "/slotwire.v1.GenerationService/Generate", lambda raw: raw, pb.GenerateResponse.FromString
+    )
     error = await refused(call(data))
     assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert detail(error, error_details_pb2.ErrorInfo).reason == "MALFORMED_MESSAGE"  # type: ignore[attr-defined]

@@ -32,9 +32,9 @@ def request(text: str = PROMPT, **fields: object) -> pb.GenerateRequest:
 
 
 async def collect(
-    stub: pb_grpc.GenerationServiceAsyncStub, message: pb.GenerateRequest, timeout: float = LIMIT
+    stub: pb_grpc.GenerationServiceAsyncStub, message: pb.GenerateRequest, deadline: float = LIMIT
 ) -> list[pb.GenerateResponse]:
-    return [response async for response in stub.Generate(message, timeout=timeout)]
+    return [response async for response in stub.Generate(message, timeout=deadline)]
 
 
 def text_of(responses: Sequence[pb.GenerateResponse]) -> str:
@@ -65,7 +65,9 @@ async def test_the_text_is_that_of_llama_server(stub: pb_grpc.GenerationServiceA
     whole = PROMPT + text_of(first) + " The"
     second = await collect(stub, request(whole, session="s"))
     assert second[0].started.reused_tokens == 44
-    assert text_of(second) == " module's name, and the name of the file, and the name of the file\n\n.. index::\n   single"
+    assert (
+        text_of(second) == " module's name, and the name of the file, and the name of the file\n\n.. index::\n   single"
+    )
 
 
 async def test_text_tokens_and_detokenize_agree(stub: pb_grpc.GenerationServiceAsyncStub) -> None:
@@ -141,14 +143,12 @@ async def test_a_time_limit_ends_the_text_regularly(stub: pb_grpc.GenerationServ
 async def test_a_grpc_deadline_frees_the_slot(server: Server, stub: pb_grpc.GenerationServiceAsyncStub) -> None:
     options = sp.SamplingOptions(temperature=0, ignore_eos=True)
     with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await collect(stub, request(sampling=options, max_tokens=2000), timeout=0.1)
+        await collect(stub, request(sampling=options, max_tokens=2000), deadline=0.1)
     assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
     await idle(server)
 
 
-async def test_a_client_that_goes_away_frees_the_slot(
-    server: Server, stub: pb_grpc.GenerationServiceAsyncStub
-) -> None:
+async def test_a_client_that_goes_away_frees_the_slot(server: Server, stub: pb_grpc.GenerationServiceAsyncStub) -> None:
     options = sp.SamplingOptions(temperature=0, ignore_eos=True)
     call = stub.Generate(request(sampling=options, max_tokens=2000))
     async for response in call:
@@ -165,12 +165,12 @@ async def idle(server: Server) -> None:
             pass
 
 
-async def test_the_context_is_filled_to_its_last_token(stub: pb_grpc.GenerationServiceAsyncStub) -> None:
-    async with serving(config=settings(slots=1, slot_context=64)) as server:
-        async with grpc.aio.insecure_channel(server.address) as channel:
-            stub = pb_grpc.GenerationServiceStub(channel)
-            options = sp.SamplingOptions(temperature=0, ignore_eos=True)
-            responses = await collect(stub, request(sampling=options, max_tokens=500))
+async def test_the_context_is_filled_to_its_last_token() -> None:
+    options = sp.SamplingOptions(temperature=0, ignore_eos=True)
+    config = settings(slots=1, slot_context=64)
+    async with serving(config=config) as server, grpc.aio.insecure_channel(server.address) as channel:
+        stub = pb_grpc.GenerationServiceStub(channel)
+        responses = await collect(stub, request(sampling=options, max_tokens=500))
     assert responses[-1].finished.reason == pb.FINISH_REASON_CONTEXT_FULL
     assert len(ids_of(responses)) == 64 - 21 + 1
 
@@ -272,3 +272,16 @@ async def test_cache_keys_keep_tenants_apart(stub: pb_grpc.GenerationServiceAsyn
 async def test_more_requests_than_slots_wait_their_turn(stub: pb_grpc.GenerationServiceAsyncStub) -> None:
     texts = await asyncio.gather(*(collect(stub, request(f"Chapter {i}:", max_tokens=12)) for i in range(20)))
     assert all(len(ids_of(responses)) == 12 for responses in texts)
+
+
+async def test_a_grammar_that_becomes_too_ambiguous_ends_its_own_request_only(
+    stub: pb_grpc.GenerationServiceAsyncStub,
+) -> None:
+    token = (await stub.Tokenize(pb.TokenizeRequest(text="a"))).ids[0]
+    grammar = sp.Grammar(gbnf='root ::= "a" root "b" | "a" root "c" | "d"')  # twice as many ways with each "a"
+    options = sp.SamplingOptions(temperature=0, grammar=grammar, logit_bias={token: 1000.0})
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await collect(stub, request(sampling=options, max_tokens=500))
+    assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert "ambiguous" in (caught.value.details() or "")
+    assert len(ids_of(await collect(stub, request()))) == 24

@@ -14,6 +14,7 @@ from google.protobuf.message import Message
 from google.rpc import status_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health import aio as health
+
 from slotwire.v1 import (
     generation_pb2,
     generation_pb2_grpc,

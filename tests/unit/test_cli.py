@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import shutil
 import signal
 import sys
 from collections.abc import AsyncIterator
@@ -13,10 +14,10 @@ from pathlib import Path
 import grpc
 import pytest
 from google.rpc import error_details_pb2
-from slotwire.v1 import system_pb2
 
 from service.cli import main
 from service.cli.output import printable, size
+from slotwire.v1 import system_pb2
 from tests.unit.fake_server import FakeServer, running
 
 LIMIT = 60.0
@@ -198,12 +199,14 @@ async def test_slots_are_a_table_or_json(address: str) -> None:
 
 
 async def test_the_demo_answers_all_prompts_at_once_and_sums_up(fake: FakeServer, address: str) -> None:
-    code, output, _ = await run("demo", "First?", "Second?", "--server", address)
+    code, output, _ = await run("demo", "First?", "Second?", "--temperature", "1", "--server", address)
     assert code == 0
     assert "> First?\nOnce upon a time\n(4 tokens, " in output
     assert "> Second?\nOnce upon a time\n(4 tokens, " in output
     assert "2 answers at once: 8 tokens in " in output.splitlines()[-1]
-    assert len(fake.requests) == 2
+    first, second = fake.requests
+    assert first.sampling == second.sampling
+    assert (first.max_tokens, first.sampling.temperature, first.sampling.seed) == (160, 1, 1)
 
 
 def test_models_tells_where_the_embedded_one_is(capsys: pytest.CaptureFixture[str]) -> None:
@@ -212,23 +215,29 @@ def test_models_tells_where_the_embedded_one_is(capsys: pytest.CaptureFixture[st
         assert set(json.loads(line)) == {"name", "path", "licence", "size"}
 
 
-async def test_a_private_server_generates_and_is_gone_afterwards() -> None:
-    code, output, errors = await run("generate", "def", "--model", str(TINY_MODEL), "--raw", "--max-tokens", "4")
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """A model whose path no process of another test names."""
+    return Path(shutil.copy(TINY_MODEL, tmp_path / "tiny.gguf"))
+
+
+async def test_a_private_server_generates_and_is_gone_afterwards(model: Path) -> None:
+    code, output, errors = await run("generate", "def", "--model", str(model), "--raw", "--max-tokens", "4")
     assert (code, errors) == (0, "")
     assert output.strip()
-    assert not processes_of(TINY_MODEL)
+    assert not processes_of(model)
 
 
-async def test_ending_a_command_ends_its_private_server() -> None:
+async def test_ending_a_command_ends_its_private_server(model: Path) -> None:
     async with asyncio.timeout(LIMIT):
-        process = await start("slots", "--watch", "--json", "--model", str(TINY_MODEL))
+        process = await start("slots", "--watch", "--json", "--model", str(model))
         assert process.stdout is not None
         await process.stdout.readline()
-        assert len(processes_of(TINY_MODEL)) == 2
+        assert len(processes_of(model)) == 2
         process.terminate()
         await process.communicate()
     assert process.returncode == 128 + signal.SIGTERM
-    assert not processes_of(TINY_MODEL)
+    assert not processes_of(model)
 
 
 async def test_a_private_server_that_cannot_start_says_why(tmp_path: Path) -> None:

@@ -8,11 +8,11 @@ from collections.abc import AsyncIterator
 
 import grpc
 import pytest
-import slotwire_client as sw
 from google.protobuf.duration_pb2 import Duration
 from google.rpc import error_details_pb2
-from slotwire.v1 import system_pb2
 
+import slotwire_client as sw
+from slotwire.v1 import system_pb2
 from tests.unit.fake_server import FakeServer, running
 
 LIMIT = 10.0

@@ -138,7 +138,7 @@ def test_a_choice_that_does_not_exist_is_refused_wherever_it_comes_from(
     ("arguments", "message"),
     [
         (("--slots", "0"), "slots: 0 is less than 1"),
-        (("--slots", "257"), "slots: 257 is more than 256"),
+        (("--slots", "256"), "slots: 256 is more than 255"),
         (("--pace", "nan"), "pace: nan is no finite number"),
         (("--rope-freq-base", "inf"), "rope_freq_base: inf is no finite number"),
         (("--tensor-split", "1", "--tensor-split=-2"), "tensor_split: -2.0 is less than 0"),

@@ -32,7 +32,7 @@ def definitions(count: int, form: str, references: Iterable[str]) -> dict[str, o
     schemas: dict[str, object] = {last: {"type": "string"}}
     for number in range(count):
         target = {"$ref": f"#/$defs/{form.format(number + 1)}"}
-        schemas[form.format(number)] = {"properties": {name: target for name in references}}
+        schemas[form.format(number)] = {"properties": dict.fromkeys(references, target)}
     return {"properties": {"first": {"$ref": f"#/$defs/{form.format(0)}"}}, "$defs": schemas}
 
 
@@ -126,8 +126,8 @@ def test_references_that_the_converter_does_not_remember_are_counted_each_time()
 
     parts: dict[str, object] = {"d20": {}}
     for number in range(20):
-        target = {"allOf": [{"$ref": f"#/$defs/d{number + 1}"}, {"anyOf": [{"$ref": f"#/$defs/d{number + 1}"}]}]}
-        parts[f"d{number}"] = {"properties": {"a": target}}
+        part = {"$ref": f"#/$defs/d{number + 1}"}
+        parts[f"d{number}"] = {"properties": {"a": {"allOf": [part, {"anyOf": [part]}]}}}
     assert isinstance(refusal({"$ref": "#/$defs/d0", "$defs": parts}), GrammarLimit)
 
 

@@ -10,6 +10,7 @@ from types import TracebackType
 from typing import Self, TypeVar, Unpack
 
 import grpc
+
 from slotwire.v1 import (
     generation_pb2,
     generation_pb2_grpc,
@@ -18,7 +19,6 @@ from slotwire.v1 import (
     system_pb2,
     system_pb2_grpc,
 )
-
 from slotwire_client import decode, encode
 from slotwire_client.chat import Chat
 from slotwire_client.errors import Unavailable, rpc_errors

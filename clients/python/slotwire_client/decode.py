@@ -8,8 +8,8 @@ from typing import Any, cast
 
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.timestamp_pb2 import Timestamp
-from slotwire.v1 import generation_pb2, sampling_pb2, slot_pb2, system_pb2
 
+from slotwire.v1 import generation_pb2, sampling_pb2, slot_pb2, system_pb2
 from slotwire_client import info, types
 
 _FINISH_REASONS = {

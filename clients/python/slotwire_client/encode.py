@@ -10,8 +10,8 @@ from typing import Any
 from google.protobuf import struct_pb2
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import Message
-from slotwire.v1 import generation_pb2, sampling_pb2
 
+from slotwire.v1 import generation_pb2, sampling_pb2
 from slotwire_client.types import ChatMessage, GenerateOptions, Prompt
 
 _SAMPLING_SCALARS = (

@@ -7,8 +7,8 @@ from types import TracebackType
 from typing import Self
 
 import grpc
-from slotwire.v1 import generation_pb2
 
+from slotwire.v1 import generation_pb2
 from slotwire_client import decode
 from slotwire_client.errors import DataLoss, rpc_errors
 from slotwire_client.types import Delta, Event, Finished, GenerationResult, Started, TokenLogprob

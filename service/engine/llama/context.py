@@ -39,20 +39,24 @@ class Context:
     def __init__(self, model: Model, settings: ContextSettings) -> None:
         if not 1 <= settings.slots <= MAX_SLOTS:
             raise ConfigError(f"slots: {settings.slots} is not in [1, {MAX_SLOTS}]")
-        if settings.batch <= settings.slots:
-            raise ConfigError(f"batch: {settings.batch} has no row for a prompt beside {settings.slots} slots")
         self.scratch = settings.slots
         library.clear_complaints()
         self.handle = llama_cpp.llama_init_from_model(model.handle, _params(model, settings))
         if not self.handle:
             why = library.last_complaint("llama.cpp gave no reason")
             raise ConfigError(f"context: cannot be made: {why}", reason="CONTEXT_UNUSABLE")
+        try:
+            self._set_up(model, settings)
+        except BaseException:
+            self.close()
+            raise
+
+    def _set_up(self, model: Model, settings: ContextSettings) -> None:
         self._memory = llama_cpp.llama_get_memory(self.handle)
         self._vocabulary: int = llama_cpp.llama_vocab_n_tokens(model.vocab_handle)
         self._window: int = 0 if settings.swa_full else llama_cpp.llama_model_n_swa(model.handle)
         self.size: int = llama_cpp.llama_n_ctx(self.handle)
-        self.max_rows: int = llama_cpp.llama_n_batch(self.handle)
-        self.chunk_rows: int = llama_cpp.llama_n_ubatch(self.handle)
+        self.max_rows = self._max_rows(settings.slots)
         self.batch = Batch(self.max_rows)
         self._logits: Logits = np.empty((0, self._vocabulary), np.float32)
         model.apply_adapters(self.handle)
@@ -90,6 +94,18 @@ class Context:
         if self.handle:
             llama_cpp.llama_free(self.handle)
             self.handle = None
+
+    def _max_rows(self, slots: int) -> int:
+        """The most rows of one decode. With a sliding window they must fit one micro-batch: preparing a second one,
+        `llama_kv_cache::prepare` gives the cells away that the first one still looks back at (seen in this version:
+        wrong logits, no error).
+        """
+        name, rows = "batch", int(llama_cpp.llama_n_batch(self.handle))
+        if self._window:
+            name, rows = "ubatch", int(llama_cpp.llama_n_ubatch(self.handle))
+        if rows <= slots:
+            raise ConfigError(f"{name}: {rows} rows leave none for a prompt beside {slots} slots")
+        return rows
 
     def _view_logits(self, address: int | None, rows: int) -> None:
         """Point `_logits` at the library's buffer; a new view only when it moved or has too few rows."""

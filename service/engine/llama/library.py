@@ -12,9 +12,7 @@ log = logging.getLogger("slotwire.llama")
 
 RUNTIME_VERSION: str = llama_cpp.__version__
 
-# ggml_log_level: 0 none, 1 info, 2 warn, 3 error, 4 debug, 5 continuation of the line before
-_LEVELS = {1: logging.DEBUG, 2: logging.INFO, 3: logging.WARNING, 4: logging.DEBUG}
-_CONTINUATION = 5
+_WARN, _ERROR = 3, 4  # ggml_log_level
 
 _recent: collections.deque[str] = collections.deque(maxlen=8)
 """The newest complaints (warnings and errors), which explain why a call returned nothing."""
@@ -25,16 +23,15 @@ def _on_log(level: int, text: bytes, _user_data: ctypes.c_void_p) -> None:
     line = text.decode("utf-8", "replace").rstrip()
     if not line.strip("."):  # progress dots and empty continuations
         return
-    if level in (2, 3):
+    if level in (_WARN, _ERROR):
         _recent.append(line)
-    log.log(_LEVELS.get(level, logging.DEBUG), "%s", line)
+    log.log(logging.INFO if level == _ERROR else logging.DEBUG, "%s", line)
 
 
 def route_log() -> None:
-    """Send llama.cpp's log lines to the logger `slotwire.llama`, one level below their own.
+    """Send llama.cpp's log lines to the logger `slotwire.llama`: its errors as infos, all else for debugging.
 
-    Its warnings are hints for developers of llama.cpp and its infos a page per load; what matters to an operator is
-    raised as an error with the text from `last_complaint`.
+    They are a page per load; what matters to an operator is raised as an error with the text of `last_complaint`.
     """
     llama_cpp.llama_log_set(_on_log, ctypes.c_void_p(0))
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import llama_cpp
+
 from service.engine.llama import library
 from service.engine.settings import ModelSettings
 from service.errors import ConfigError

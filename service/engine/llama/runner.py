@@ -29,7 +29,7 @@ class LlamaRunner:
         self.vocabulary = Vocabulary(model.vocab_handle)
         self.end_tokens = self.vocabulary.end_tokens
         self.pieces = self.vocabulary.pieces
-        self.chunk_rows = context.chunk_rows
+        self.max_rows = context.max_rows
         self.info = _info(model, context, settings, self.vocabulary.size)
 
     def decode(self, segments: Sequence[Segment]) -> DecodeStatus:

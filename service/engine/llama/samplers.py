@@ -7,6 +7,7 @@ The order of the stages, the handling of grammars and the meaning of the default
 from __future__ import annotations
 
 import ctypes
+import time
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -17,10 +18,12 @@ from service.engine.batch import Logits
 from service.engine.llama import library
 from service.engine.llama.vocabulary import Vocabulary
 from service.engine.types import Sampling
-from service.errors import EngineFailure, FieldViolation, InvalidRequest
+from service.errors import EngineFailure, Exhausted, FieldViolation, InvalidRequest
 
 _CANDIDATE = np.dtype([("id", np.int32), ("logit", np.float32), ("p", np.float32)])
 _MIN_KEEP = 1
+GRAMMAR_SECONDS = 0.5
+"""Processor time that a grammar may take for one token."""
 
 
 class GreedySampler:
@@ -47,8 +50,7 @@ class GreedySampler:
 class ChainSampler:
     """A chain of llama.cpp's samplers, with a grammar beside it where one is asked for.
 
-    `prompt` is the tail of the prompt that the penalties look at. Raises InvalidRequest for a grammar that
-    llama.cpp refuses.
+    `prompt` is what the penalties look back at. Raises InvalidRequest for a grammar that llama.cpp refuses.
     """
 
     def __init__(
@@ -66,17 +68,14 @@ class ChainSampler:
         except BaseException:
             self.close()
             raise
-        for token in prompt[-_lookback(sampling, context) :] if _lookback(sampling, context) else ():
+        lookback = _lookback(sampling, context)
+        for token in prompt[-lookback:] if lookback else ():
             llama_cpp.llama_sampler_accept(self._chain, token)
 
     def draw(self, logits: Logits) -> int:
+        if self._grammar is not None:
+            return self._draw_timed(logits)
         token = self._candidates.pick(logits, self._chain)
-        if self._grammar is not None and not self._candidates.allows(self._grammar, token):
-            token = self._draw_within_grammar(logits)
-            if token in self._end_tokens:
-                return token
-        if self._grammar is not None and token not in self._end_tokens:
-            llama_cpp.llama_sampler_accept(self._grammar, token)
         llama_cpp.llama_sampler_accept(self._chain, token)
         return token
 
@@ -87,6 +86,27 @@ class ChainSampler:
         if self._grammar is not None:
             llama_cpp.llama_sampler_free(self._grammar)
             self._grammar = None
+
+    def _draw_timed(self, logits: Logits) -> int:
+        """Draw under the grammar, and give up on one whose ambiguity grows beyond all bounds: all others wait for it.
+
+        It grows by a factor from token to token, so that the last draw is not much longer than the limit.
+        """
+        began = time.thread_time()
+        token = self._candidates.pick(logits, self._chain)
+        if not self._candidates.allows(self._grammar, token):
+            token = self._draw_within_grammar(logits)
+        if token not in self._end_tokens:
+            llama_cpp.llama_sampler_accept(self._grammar, token)
+            llama_cpp.llama_sampler_accept(self._chain, token)
+        spent = time.thread_time() - began
+        if spent > GRAMMAR_SECONDS:
+            raise Exhausted(
+                f"the grammar needs {spent:.1f} s of processor time for a token, the limit is {GRAMMAR_SECONDS:g}; "
+                "it is too ambiguous",
+                reason="GRAMMAR_TOO_SLOW",
+            )
+        return token
 
     def _draw_within_grammar(self, logits: Logits) -> int:
         """Draw among the tokens that the grammar allows. Accepting any other token would abort the process."""

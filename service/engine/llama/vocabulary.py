@@ -8,10 +8,12 @@ from functools import cached_property
 from typing import Any
 
 import llama_cpp
+
 from service.errors import FieldViolation, InvalidRequest
 
 _PIECE_BYTES = 256
 _INT32_MAX = 2**31 - 1
+_PARSED = llama_cpp.LLAMA_TOKEN_ATTR_CONTROL | llama_cpp.LLAMA_TOKEN_ATTR_UNKNOWN
 
 
 class Vocabulary:
@@ -54,8 +56,8 @@ class Vocabulary:
 
     @cached_property
     def control_texts(self) -> tuple[str, ...]:
-        """Texts that would become control tokens if they were parsed."""
-        control = (t for t in range(self.size) if llama_cpp.llama_vocab_is_control(self._handle, t))
+        """Texts that would become control tokens, or the unknown token, if they were parsed."""
+        control = (t for t in range(self.size) if llama_cpp.llama_vocab_get_attr(self._handle, t) & _PARSED)
         return tuple(text for text in map(self._text, control) if text)
 
     @property
