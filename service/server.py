@@ -8,8 +8,10 @@ import logging
 import signal
 import sys
 import time
+from collections.abc import Coroutine
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
@@ -116,7 +118,16 @@ def run(settings: Settings) -> int:
     logging.basicConfig(
         level=settings.server.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
-    return asyncio.run(_serve(model_file(settings.model), settings))
+    return _run(_serve(model_file(settings.model), settings))
+
+
+def _run(main: Coroutine[Any, Any, int]) -> int:
+    """uvloop takes a few percent off what a message costs; where there is none, asyncio's own loop does."""
+    if sys.platform == "win32":
+        return asyncio.run(main)
+    import uvloop
+
+    return uvloop.run(main)
 
 
 async def _serve(model: Path, settings: Settings) -> int:

@@ -10,11 +10,11 @@ import grpc
 
 from service.backend import Backend
 from service.engine.chat import text_of
-from service.engine.outbox import too_slow
-from service.engine.types import Finished
+from service.engine.types import Event, Finished
 from service.rpc import wire
 from service.rpc.fields import Fields
 from service.rpc.interceptor import REQUEST_ID_KEY, request_id
+from service.rpc.stall import StallWatch
 from slotwire.v1 import generation_pb2 as pb
 from slotwire.v1 import generation_pb2_grpc as pb_grpc
 
@@ -36,20 +36,16 @@ class GenerationServicer(pb_grpc.GenerationServiceServicer):
         pieces = self._backend.loaded.runner.pieces
         try:
             running, outbox = await self._backend.submit(draft)
-            while True:
-                event = await outbox.get()
-                await self._write(context, wire.write_event(event, running, pieces, timings=request.timings))
-                if isinstance(event, Finished):
-                    return
+            with StallWatch(self._write_seconds) as watch:
+                event: Event | None = None
+                while not isinstance(event, Finished):
+                    event = await outbox.get()
+                    message = wire.write_event(event, running, pieces, timings=request.timings)
+                    watch.writing()
+                    await context.write(message)
+                    watch.written()
         finally:
             self._backend.cancel(rid)
-
-    async def _write(self, context: _Context, message: pb.GenerateResponse) -> None:
-        try:
-            async with asyncio.timeout(self._write_seconds):
-                await context.write(message)
-        except TimeoutError:
-            raise too_slow(f"nothing was read for {self._write_seconds:g} s") from None
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: _Context) -> pb.TokenizeResponse:
         text = wire.read_text(request)
