@@ -12,18 +12,17 @@ import asyncio
 import itertools
 import statistics
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Sequence
 from pathlib import Path
 
 import grpc
 import psutil
 
-from bench.processes import Bare, bare, server
+from bench.processes import bare, server
 from slotwire.v1 import generation_pb2 as pb
 from slotwire.v1 import generation_pb2_grpc as pb_grpc
 from slotwire.v1 import sampling_pb2 as sp
-from slotwire_client import Client, Load
+from slotwire_client import Load
 
 STREAMS = (1, 4, 8)
 TOKENS = 128
@@ -43,29 +42,27 @@ OPENINGS = (
 )
 
 
-@dataclass(slots=True)
 class Report:
-    """Medians over the rounds. Rates are tokens a second, times are seconds unless named otherwise."""
+    """All measurements by name: tokens a second, or seconds."""
 
-    service: dict[int, float] = field(default_factory=dict)
-    bare: dict[int, float] = field(default_factory=dict)
-    loop_cpu_us_per_token: float = 0.0
-    engine_python_us_per_step: float = 0.0
-    pace_before_ms: float = 0.0
-    pace_during_p99_ms: float = 0.0
-    prefill: float = 0.0
-    bare_prefill: float = 0.0
+    def __init__(self) -> None:
+        self.runs: dict[str, list[float]] = {}
 
-    @property
-    def ratios(self) -> dict[str, float]:
-        """What the goals are about."""
-        ratios = {f"throughput at {n}": self.service[n] / self.bare[n] for n in self.service}
-        ratios["pace p99 during a prompt"] = self.pace_during_p99_ms / self.pace_before_ms
-        ratios["prefill"] = self.prefill / self.bare_prefill
-        return ratios
+    def note(self, name: str, value: float) -> None:
+        self.runs.setdefault(name, []).append(value)
+
+    def median(self, name: str) -> float:
+        return statistics.median(self.runs[name])
+
+    def ratio(self, over: str, under: str) -> float:
+        """Median of the ratios of measurements that were made one after the other."""
+        return statistics.median(a / b for a, b in zip(self.runs[over], self.runs[under], strict=True))
 
     def as_dict(self) -> dict[str, object]:
-        return asdict(self) | {"ratios": self.ratios}
+        ratios = {f"throughput at {n}": self.ratio(f"service {n}", f"bare {n}") for n in STREAMS}
+        ratios["pace p99 during a prompt"] = self.ratio("during", "before")
+        ratios["prefill"] = self.ratio("prefill", "bare prefill")
+        return {"ratios": ratios, "runs": self.runs}
 
 
 class Stream:
@@ -138,74 +135,49 @@ def python_seconds(load: Load) -> float:
 
 
 async def measure(model: Path, rounds: int, threads: int) -> Report:
+    """Run everything `rounds` times, service and bare loop in turn."""
     options = ("--slots", str(SLOTS), "--context", str(CONTEXT), "--threads", str(threads))
-    runs: dict[str, list[float]] = {}
-
-    def note(name: str, value: float) -> None:
-        runs.setdefault(name, []).append(value)
-
+    report = Report()
     async with bare(model, *options) as peer, server(model, *options) as (client, process):
         prompts = [await client.tokenize(text) for text in OPENINGS]
-        long = (list(await client.tokenize(" ".join(OPENINGS) * 40)))[:LONG_PROMPT]
+        long = (await client.tokenize(" ".join(OPENINGS) * 40))[:LONG_PROMPT]
         async with grpc.aio.insecure_channel(client.target) as channel:
             stub = pb_grpc.GenerationServiceStub(channel)
             for _ in range(rounds):
-                await _round(client, process, stub, peer, prompts, long, note)
-    median = {name: statistics.median(values) for name, values in runs.items()}
-    return Report(
-        service={n: median[f"service {n}"] for n in STREAMS},
-        bare={n: median[f"bare {n}"] for n in STREAMS},
-        loop_cpu_us_per_token=median["loop"] * 1e6,
-        engine_python_us_per_step=median["python"] * 1e6,
-        pace_before_ms=median["before"] * 1e3,
-        pace_during_p99_ms=median["during"] * 1e3,
-        prefill=median["prefill"],
-        bare_prefill=median["bare prefill"],
-    )
-
-
-async def _round(
-    client: Client,
-    process: psutil.Process,
-    stub: pb_grpc.GenerationServiceAsyncStub,
-    peer: Bare,
-    prompts: list[tuple[int, ...]],
-    long: list[int],
-    note: Callable[[str, float], None],
-) -> None:
-    for n in STREAMS:
-        note(f"bare {n}", await peer.generate(prompts[:n], TOKENS))
-        cpu, load = loop_seconds(process), await client.load()
-        note(f"service {n}", await throughput(stub, prompts[:n]))
-        after = await client.load()
-        if n == max(STREAMS):
-            note("loop", (loop_seconds(process) - cpu) / (after.generated_tokens - load.generated_tokens))
-            note("python", (python_seconds(after) - python_seconds(load)) / (after.steps - load.steps))
-    note("bare prefill", await peer.prefill(long))
-    alone = Stream(stub, long, 1)
-    began = time.perf_counter()
-    await alone.run()
-    note("prefill", len(long) / (alone.arrivals[0][0] - began))
-    before, during = await pace(stub, prompts[: SLOTS - 1], long)
-    note("before", before)
-    note("during", during)
+                for n in STREAMS:
+                    report.note(f"bare {n}", await peer.generate(prompts[:n], TOKENS))
+                    cpu, load = loop_seconds(process), await client.load()
+                    report.note(f"service {n}", await throughput(stub, prompts[:n]))
+                    after = await client.load()
+                tokens, steps = after.generated_tokens - load.generated_tokens, after.steps - load.steps
+                report.note("loop", (loop_seconds(process) - cpu) / tokens)
+                report.note("python", (python_seconds(after) - python_seconds(load)) / steps)
+            for _ in range(max(rounds // 2, 1)):
+                report.note("bare prefill", await peer.prefill(long))
+                alone = Stream(stub, long, 1)
+                began = time.perf_counter()
+                await alone.run()
+                report.note("prefill", len(long) / (alone.arrivals[0][0] - began))
+                before, during = await pace(stub, prompts[: SLOTS - 1], long)
+                report.note("before", before)
+                report.note("during", during)
+    return report
 
 
 def table(report: Report) -> str:
     """A Markdown table of the report."""
     lines = ["| streams | service tokens/s | bare tokens/s | ratio |", "|---|---|---|---|"]
-    lines += [
-        f"| {n} | {report.service[n]:.0f} | {report.bare[n]:.0f} | {report.service[n] / report.bare[n]:.3f} |"
-        for n in report.service
-    ]
-    ratios = report.ratios
+    for n in STREAMS:
+        service, peer = report.median(f"service {n}"), report.median(f"bare {n}")
+        lines.append(f"| {n} | {service:.0f} | {peer:.0f} | {report.ratio(f'service {n}', f'bare {n}'):.3f} |")
     lines += [
         "",
-        f"- Event loop: {report.loop_cpu_us_per_token:.0f} µs of processor time a token at {max(STREAMS)} streams.",
-        f"- Engine without llama.cpp's decode: {report.engine_python_us_per_step:.0f} µs a step.",
-        f"- A prompt of {LONG_PROMPT:,} tokens beside {SLOTS - 1} streams: gap {report.pace_before_ms:.1f} ms before, "
-        f"{report.pace_during_p99_ms:.1f} ms at the 99th percentile during it "
-        f"({ratios['pace p99 during a prompt']:.2f} times).",
-        f"- Prefill alone: {report.prefill:.0f} tokens/s, bare {report.bare_prefill:.0f} ({ratios['prefill']:.3f}).",
+        f"- Event loop: {report.median('loop') * 1e6:.0f} µs of processor time a token at {max(STREAMS)} streams.",
+        f"- Engine without llama.cpp's decode: {report.median('python') * 1e6:.0f} µs a step.",
+        f"- A prompt of {LONG_PROMPT:,} tokens beside {SLOTS - 1} streams: gaps of {report.median('before') * 1e3:.1f} ms "
+        f"before, {report.median('during') * 1e3:.1f} ms at the 99th percentile during it "
+        f"({report.ratio('during', 'before'):.2f} times).",
+        f"- Prefill alone: {report.median('prefill'):.0f} tokens/s, bare {report.median('bare prefill'):.0f} "
+        f"({report.ratio('prefill', 'bare prefill'):.3f}).",
     ]
     return "\n".join(lines)

@@ -50,7 +50,7 @@ def _group(name: str, kind: type) -> str:
     hints = get_type_hints(kind)
     meanings = dict(_meanings(kind))
     default = kind()
-    for item in fields(kind):  # type: ignore[arg-type]  # all groups are dataclasses
+    for item in fields(kind):
         option = "--" + item.name.replace("_", "-")
         value = _value(item.name, hints[item.name])
         cells = (f"`{option}`", f"`{ENV_PREFIX}{item.name.upper()}`", value, _shown(getattr(default, item.name)))

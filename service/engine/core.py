@@ -175,7 +175,8 @@ class Core:
         """Decode the next batch; where the cache is full, make room and plan again."""
         while True:
             generating = sum(sequence.pending is not None for _, sequence in self._busy())
-            work = plan(self._slots, self._pacer.prompt_rows(generating))
+            prompts = any(sequence.pending is None for _, sequence in self._busy())
+            work = plan(self._slots, self._pacer.prompt_rows(generating, prompts))
             if not work.segments:
                 return work
             began = self._clock()

@@ -103,6 +103,6 @@ class SchedulingSettings:
     """
 
     queue: int = 256
-    pace: float = 2.2
+    pace: float = 2.5
     outbox_tokens: int = 8192
     outbox_seconds: float = 30.0
