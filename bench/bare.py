@@ -49,8 +49,9 @@ def generate(context: Context, prompts: list[list[int]], count: int) -> float:
 
 
 def prefill(context: Context, prompt: list[int]) -> float:
-    """Seconds to decode a prompt in chunks of the largest size."""
-    context.keep(0, 0)
+    """Seconds to decode a prompt in chunks of the largest size, into an empty cache."""
+    for sequence in range(context.scratch):
+        context.keep(sequence, 0)
     began = time.perf_counter()
     for start in range(0, len(prompt), context.max_rows):
         chunk = prompt[start : start + context.max_rows]

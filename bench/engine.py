@@ -153,6 +153,8 @@ async def measure(model: Path, rounds: int, threads: int) -> Report:
                 report.note("loop", (loop_seconds(process) - cpu) / tokens)
                 report.note("python", (python_seconds(after) - python_seconds(load)) / steps)
             for _ in range(max(rounds // 2, 1)):
+                for slot in range(SLOTS):  # what other conversations left in the cache would cost the prompt its speed
+                    await client.erase_slot(slot)
                 report.note("bare prefill", await peer.prefill(long))
                 alone = Stream(stub, long, 1)
                 began = time.perf_counter()

@@ -14,7 +14,7 @@ from service.engine.batch import Sampler
 from service.engine.chat import ChatTemplate
 from service.engine.core import Core
 from service.engine.intake import Draft, Intake
-from service.engine.llama import LlamaRunner, load_runner, schema_to_gbnf
+from service.engine.llama import LlamaRunner, load_runner
 from service.engine.loop import Engine
 from service.engine.outbox import Outbox
 from service.engine.settings import ContextSettings, ModelSettings, SchedulingSettings
@@ -64,7 +64,7 @@ class Backend:
         began = time.monotonic()
         try:
             runner = await self._engine.start()
-            intake = Intake(runner.info, runner.vocabulary, _template(runner), runner.make_sampler, schema_to_gbnf)
+            intake = Intake(runner.info, runner.vocabulary, _template(runner), runner.make_sampler)
         except ConfigError as error:
             self.state, self._failure = BackendState.FAILED, error
             raise

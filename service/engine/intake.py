@@ -13,6 +13,7 @@ from typing import Protocol
 from service.engine.batch import MakeSampler, Sampler
 from service.engine.chat import ChatTemplate, Message, Segment
 from service.engine.grammar import GrammarError, check_gbnf, check_schema
+from service.engine.schema_gbnf import schema_to_gbnf
 from service.engine.types import ModelInfo, Request
 from service.errors import Conflict, FieldViolation, InvalidRequest
 
@@ -60,12 +61,6 @@ class Vocabulary(Protocol):
     def check(self, field: str, tokens: Sequence[int]) -> None: ...
 
 
-class SchemaToGbnf(Protocol):
-    """Turns a checked JSON schema into GBNF. Raises ValueError for one that it cannot express."""
-
-    def __call__(self, schema: str) -> str: ...
-
-
 class Intake:
     """Prepares requests for one loaded model."""
 
@@ -75,13 +70,11 @@ class Intake:
         vocabulary: Vocabulary,
         template: ChatTemplate | None,
         make_sampler: MakeSampler,
-        schema_to_gbnf: SchemaToGbnf,
     ) -> None:
         self._info = info
         self._vocabulary = vocabulary
         self._template = template
         self._make_sampler = make_sampler
-        self._schema_to_gbnf = schema_to_gbnf
 
     @property
     def can_chat(self) -> bool:
@@ -144,21 +137,29 @@ class Intake:
         if fewest > limit:
             raise _too_long(f"at least {fewest} tokens", limit, tokens=fewest)
 
-    def _grammar(self, draft: Draft) -> str | None:
-        gbnf = draft.gbnf
-        try:
-            if draft.json_schema is not None:
-                check_schema(draft.json_schema)
-                gbnf = self._schema_to_gbnf(draft.json_schema)
-        except ValueError as error:
-            raise _bad_grammar("sampling.grammar.json_schema", error) from None
-        try:
-            if gbnf is not None:
-                check_gbnf(gbnf)
-        except GrammarError as error:
-            field = "gbnf" if draft.json_schema is None else "json_schema"
-            raise _bad_grammar(f"sampling.grammar.{field}", error) from None
-        return gbnf
+    @staticmethod
+    def _grammar(draft: Draft) -> str | None:
+        if draft.json_schema is not None:
+            return _grammar_of_schema(draft.json_schema)
+        if draft.gbnf is not None:
+            try:
+                check_gbnf(draft.gbnf)
+            except GrammarError as error:
+                raise _bad_grammar("sampling.grammar.gbnf", error) from None
+        return draft.gbnf
+
+
+def _grammar_of_schema(text: str) -> str:
+    try:
+        gbnf = schema_to_gbnf(check_schema(text))
+    except GrammarError as error:
+        raise _bad_grammar("sampling.grammar.json_schema", error) from None
+    try:
+        check_gbnf(gbnf)
+    except GrammarError as error:  # a limit; the place in a text that the caller never saw would not help
+        error = GrammarError(f"the grammar that this schema makes is too large: {error.message}")
+        raise _bad_grammar("sampling.grammar.json_schema", error) from None
+    return gbnf
 
 
 def _too_long(count: str, limit: int, *, tokens: int) -> InvalidRequest:
@@ -170,8 +171,6 @@ def _too_long(count: str, limit: int, *, tokens: int) -> InvalidRequest:
     )
 
 
-def _bad_grammar(field: str, error: ValueError) -> InvalidRequest:
-    place = {}
-    if isinstance(error, GrammarError) and error.line:
-        place = {"line": error.line, "column": error.column}
+def _bad_grammar(field: str, error: GrammarError) -> InvalidRequest:
+    place = {"line": error.line, "column": error.column} if error.line else {}
     return InvalidRequest(FieldViolation(field, str(error)), reason="INVALID_GRAMMAR", **place)

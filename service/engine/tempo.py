@@ -1,8 +1,8 @@
 """How many tokens to draft: an online model of what rows cost and what is accepted, and the choice that follows.
 
 The expected tokens of a round are those of Leviathan et al., "Fast Inference from Transformers via Speculative
-Decoding" (2023): 1 + p + ... + p^n for n drafted tokens, each accepted with probability p if all before it were. Nothing
-here has a clock or draws random numbers. Times are seconds.
+Decoding" (2023): 1 + p + ... + p^n for n drafted tokens, each accepted with probability p if all before it were.
+Nothing here has a clock or draws random numbers. Times are seconds.
 """
 
 from __future__ import annotations
@@ -41,8 +41,9 @@ class RowCost:
     moves all points at once, so that a change of load, seen at one number of rows, does not make another look cheap.
     """
 
-    def __init__(self, slope: float = _ROW_SLOPE) -> None:
-        self._slope = slope
+    def __init__(self, guess: float) -> None:
+        """`guess` is the cost of one row before anything was measured."""
+        self._guess = guess
         self._speed = 0.0
         """Logarithm of the factor for all points."""
         self._points: dict[int, list[float]] = {}
@@ -54,19 +55,18 @@ class RowCost:
         if rows <= 0 or seconds <= 0:
             return
         if not self._points:
-            self._speed = math.log(seconds / (1 + self._slope * (rows - 1)))
+            self._speed = math.log(seconds)
         place = _place(rows)
-        predicted = math.log(self.at(rows))
-        offset = predicted - math.log(self.at(place))
-        point = self._points.setdefault(place, [predicted - offset - self._speed, 0.0])
-        error = math.log(seconds) - self._speed - point[0] - offset
-        if point[1] < _KNOWN:
-            error = min(error, _SURPRISE)
-        else:
+        here = math.log(self.at(place)) if self._points else self._speed
+        within = math.log(self.at(rows)) - here if self._points else 0.0  # rows that share a point are not quite equal
+        point = self._points.setdefault(place, [here - self._speed, 0.0])
+        error = math.log(seconds) - within - self._speed - point[0]
+        if point[1] >= _KNOWN:
             error = min(max(error, -_OUTLIER), _OUTLIER)
             if rows <= _SMALL:
                 self._speed += _DRIFT * error
-        point[0] += error / (point[1] + 2)
+        weight = 1.0 if error < -_SURPRISE else 1 / (point[1] + 2)  # nothing is that fast by accident
+        point[0] += weight * min(error, _SURPRISE)
         point[1] = min(point[1] + 1, _MOST_KNOWN)
         self._fitted = None
 
@@ -74,29 +74,26 @@ class RowCost:
         """Expected seconds of a decode of `rows` rows; 0 for none. Never decreases with the rows."""
         if rows <= 0:
             return 0.0
+        if not self._points:
+            return self._guess * (1 + _ROW_SLOPE * (rows - 1))
         places, costs = self._fitted or self._fit()
         index = bisect_left(places, rows)
         if index == len(places):
-            first = places[0]
-            slope = (
-                (costs[-1] - costs[0]) / (places[-1] - first) if len(places) > 1 else self._prior_slope(places, costs)
-            )
-            return costs[-1] + slope * (rows - places[-1])
-        if places[index] == rows:
-            return costs[index]
-        if index == 0:
-            return costs[0] - self._prior_slope(places, costs) * (places[0] - rows)
-        low, high = places[index - 1], places[index]
-        return costs[index - 1] + (costs[index] - costs[index - 1]) * (rows - low) / (high - low)
+            index -= 1
+            slope = (costs[index] - costs[0]) / (places[index] - places[0]) if index else self._slope(places, costs)
+        elif index == 0:
+            slope = self._slope(places, costs)
+        else:
+            slope = (costs[index] - costs[index - 1]) / (places[index] - places[index - 1])
+        return costs[index] + slope * (rows - places[index])
 
-    def _prior_slope(self, places: list[int], costs: list[float]) -> float:
-        """Seconds a row around the first measured point, if the guess is right."""
-        return costs[0] * self._slope / (1 + self._slope * (places[0] - 1))
+    @staticmethod
+    def _slope(places: list[int], costs: list[float]) -> float:
+        """Seconds a row around the first point, before anything else was measured."""
+        return costs[0] * _ROW_SLOPE / (1 + _ROW_SLOPE * (places[0] - 1))
 
     def _fit(self) -> tuple[list[int], list[float]]:
         """Measured numbers of rows and their cost, non-decreasing."""
-        if not self._points:
-            return [1], [math.exp(self._speed)]
         places = sorted(self._points)
         pools: list[tuple[float, float, int]] = []  # cost, weight, points
         for place in places:
@@ -120,9 +117,9 @@ def _place(rows: int) -> int:
 class Acceptance:
     """The probability that a drafted token is accepted if all before it were.
 
-    Each token up to the first rejected one is a trial; a draft accepted in full has seen no failure, only the end of the
-    draft. Old trials are forgotten exponentially. `prior` is the record of similar drafts (of the source in all slots,
-    say), which counts as long as there is little of its own; without one the start is optimistic, to be tried at all.
+    Each token up to the first rejected one is a trial; a draft accepted in full has seen no failure, only the end of
+    the draft. Old trials are forgotten exponentially. `prior` is the record of similar drafts (of the source in all
+    slots, say), which counts as long as there is little of its own; without one the start is optimistic, to be tried.
     """
 
     def __init__(self, prior: Acceptance | None = None, memory: float = _MEMORY) -> None:
@@ -167,11 +164,17 @@ class Track:
         """Set by `Tempo.choose`: the choice is a probe."""
         self._acceptance = Acceptance(prior)
         self._matches: dict[int, Acceptance] = {}
-        self._probes, self._pause = probes, _FIRST_PAUSE
+        self._probes = probes
+        self._pause = self._due_at = _FIRST_PAUSE
 
     @property
     def due(self) -> bool:
-        return self._probes and self.waited >= self._pause
+        """Whether it is time for a probe."""
+        return self._probes and self.waited >= self._due_at
+
+    def postpone(self) -> None:
+        """A probe was due but is too expensive as yet."""
+        self._due_at = self.waited + _FIRST_PAUSE
 
     def probability(self, match_length: int = 0) -> float:
         """Of acceptance; for n-grams given the length of the match, in classes 2-3, 4-7, 8-15, ... tokens."""
@@ -183,13 +186,13 @@ class Track:
             self.waited += generated
             return
         acceptance = self._of(match_length)
-        if not self.probing:
-            self.waited, self._pause = 0, _FIRST_PAUSE
-        else:
+        if self.probing:
             acceptance.doubt()
-            if accepted < drafted:
-                self.waited, self._pause = 0, min(2 * self._pause, _LONGEST_PAUSE)
         acceptance.observe(drafted, accepted)
+        if self.probing and accepted == drafted:
+            return
+        self._pause = min(2 * self._pause, _LONGEST_PAUSE) if self.probing else _FIRST_PAUSE
+        self.waited, self._due_at = 0, self._pause
 
     def watched(self, drafted: int, accepted: int, match_length: int = 0) -> None:
         """Learn from a draft that was compared with the text without being computed."""
@@ -226,8 +229,8 @@ class Tempo:
     """
 
     def __init__(self) -> None:
-        self.target = RowCost()
-        self.draft = RowCost()
+        self.target = RowCost(guess=1.0)
+        self.draft = RowCost(guess=0.0)  # so that it is tried
 
     def choose(
         self, candidates: Sequence[Candidate], others: int = 0, prompt_rows: int = 0, room: int = 1 << 30
@@ -235,5 +238,104 @@ class Tempo:
         """How many tokens each candidate drafts; marks the tracks whose choice is a probe.
 
         `others` is the number of generating slots that are no candidates, `room` how many rows the decode has left. The
-        rows of prompts are computed in any case: they count only as the place on the cost curve where drafts begin.
+        rows of prompts are computed in any case: they only say where on the cost curve the drafts begin.
         """
+        generating = len(candidates) + others
+        chosen = self._climb(candidates, _Step(self, generating, prompt_rows), room)
+        for index, candidate in enumerate(candidates):
+            track = candidate.track
+            track.probing = False
+            if not chosen[index] and candidate.limit > 0 and track.due:
+                n = min(_PROBE, candidate.limit, room - sum(chosen))
+                if n > 0 and _affordable(_Step(self, generating, prompt_rows), candidates, chosen, index, n):
+                    track.probing, chosen[index] = True, n
+                else:
+                    track.postpone()
+        return chosen
+
+    def _climb(self, candidates: Sequence[Candidate], step: _Step, room: int) -> list[int]:
+        """How many tokens each candidate drafts at the best speed that was found.
+
+        The token that promises most for its cost is added next, even where it does not pay by itself, since costs have
+        steps. It ends where all that is left to gain could not beat the best speed so far.
+        """
+        best, counts = [0] * len(candidates), [0] * len(candidates)
+        rate = _MARGIN * step.expected / step.seconds()
+        heap = self._ranked(candidates, step)
+        left = sum(_expected(candidates[index].probability, candidates[index].limit) for _, index in heap)
+        while heap and room > 0 and step.expected + left > rate * step.seconds(1):
+            rank, index = heappop(heap)
+            candidate = candidates[index]
+            left -= step.add(candidate, counts[index])
+            counts[index] += 1
+            room -= 1
+            if counts[index] < candidate.limit:
+                heappush(heap, (rank * candidate.probability, index))
+            if step.expected > rate * step.seconds():
+                best, rate = counts.copy(), step.expected / step.seconds()
+        return best
+
+    def _ranked(self, candidates: Sequence[Candidate], step: _Step) -> list[tuple[float, int]]:
+        """A heap of (minus the tokens that a first draft is expected to give a second, index)."""
+        drafting = sum(candidate.model for candidate in candidates)
+        row = max(step.seconds(1) - step.seconds(), 1e-9)
+        shared = row + self.draft.at(drafting) / drafting if drafting else row
+        heap = [
+            (-candidate.probability / (shared if candidate.model else row), index)
+            for index, candidate in enumerate(candidates)
+            if candidate.limit > 0
+        ]
+        heapify(heap)
+        return heap
+
+
+class _Step:
+    """What a step with drafts is expected to give and to cost."""
+
+    def __init__(self, tempo: Tempo, generating: int, prompt_rows: int) -> None:
+        self.expected = float(generating)
+        """Tokens."""
+        self._target, self._draft = tempo.target, tempo.draft
+        self._rows = generating + prompt_rows
+        self._drafting: list[int] = []
+        """How many slots take part in each step of the draft model."""
+        self._extra = self._target.at(generating) - self._target.at(self._rows) if prompt_rows else 0.0
+
+    def seconds(self, more: int = 0) -> float:
+        """Of the step with `more` rows, without what the prompts cost in any case."""
+        return self._target.at(self._rows + more) + self._extra
+
+    def add(self, candidate: Candidate, position: int, rounds: int = _ROUNDS) -> float:
+        """Draft one more token for a slot that drafts `position` already; returns the tokens it is expected to give.
+
+        The backlog of the draft model is written off over `rounds` rounds.
+        """
+        self._rows += 1
+        if position == 0:
+            self._extra += candidate.overhead
+            if candidate.model:
+                self._extra += self._draft.at(candidate.backlog) / rounds
+        if candidate.model:
+            if position == len(self._drafting):
+                self._drafting.append(0)
+            slots = self._drafting[position]
+            self._extra += self._draft.at(slots + 1) - self._draft.at(slots)
+            self._drafting[position] += 1
+        gain: float = candidate.probability ** (position + 1)
+        self.expected += gain
+        return gain
+
+
+def _affordable(step: _Step, candidates: Sequence[Candidate], chosen: list[int], index: int, n: int) -> bool:
+    """Whether a probe of `n` tokens beside the `chosen` ones loses few of those generated since the last draft."""
+    for candidate, count in zip(candidates, chosen, strict=True):
+        for position in range(count):
+            step.add(candidate, position)
+    before, rate = step.seconds(), step.expected / step.seconds()
+    gain = sum(step.add(candidates[index], position, rounds=1) for position in range(n))
+    return (step.seconds() - before) * rate - gain <= _PROBE_LOSS * candidates[index].track.waited
+
+
+def _expected(probability: float, n: int) -> float:
+    """Accepted tokens of `n` drafted ones: p + p^2 + ... + p^n."""
+    return float(n) if probability >= 1 else probability * (1 - probability**n) / (1 - probability)

@@ -2,6 +2,5 @@
 
 from service.engine.llama.library import RUNTIME_VERSION, system_info
 from service.engine.llama.runner import LlamaRunner, load_runner
-from service.engine.llama.schema import schema_to_gbnf
 
-__all__ = ["RUNTIME_VERSION", "LlamaRunner", "load_runner", "schema_to_gbnf", "system_info"]
+__all__ = ["RUNTIME_VERSION", "LlamaRunner", "load_runner", "system_info"]
