@@ -176,8 +176,8 @@ def table(report: Report) -> str:
         "",
         f"- Event loop: {report.median('loop') * 1e6:.0f} µs of processor time a token at {max(STREAMS)} streams.",
         f"- Engine without llama.cpp's decode: {report.median('python') * 1e6:.0f} µs a step.",
-        f"- A prompt of {LONG_PROMPT:,} tokens beside {SLOTS - 1} streams: gaps of {report.median('before') * 1e3:.1f} ms "
-        f"before, {report.median('during') * 1e3:.1f} ms at the 99th percentile during it "
+        f"- A prompt of {LONG_PROMPT:,} tokens beside {SLOTS - 1} streams: gaps of "
+        f"{report.median('before') * 1e3:.1f} ms before, {report.median('during') * 1e3:.1f} ms at the 99th percentile during it "
         f"({report.ratio('during', 'before'):.2f} times).",
         f"- Prefill alone: {report.median('prefill'):.0f} tokens/s, bare {report.median('bare prefill'):.0f} "
         f"({report.ratio('prefill', 'bare prefill'):.3f}).",

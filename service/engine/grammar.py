@@ -41,7 +41,8 @@ def check_gbnf(text: str, *, is_token: Callable[[str], bool] | None = None) -> N
 
     Not covered, because it depends on the text and the vocabulary: ambiguity. The library keeps all ways to read the
     text so far (2^n after n times "a" with `root ::= "a" root "b" | "a" root "c" | "d"`), and tries all ways to read
-    each token, so that a token of n spaces and a grammar such as `root ::= (" "?){0,50} "x"` can occupy it for ever.
+    each token, so that a token of n spaces and a grammar such as `root ::= (" " | " "){0,50} "x"` can occupy it for
+    ever. Only what may be left out many times in a row is bounded (`grammar_graph.MAX_EMPTY_RUN`).
     """
     parser = _Parser(Scanner(text), is_token)
     parser.read()

@@ -99,29 +99,37 @@ def _expansion_problem(rules: Sequence[Items]) -> Problem | None:
 
 
 def _run_problem(rules: Sequence[Items]) -> Problem | None:
-    """Too many possibly empty items in a row, each of them written out or at the beginning of the next."""
+    """Too many possibly empty items in a row, be it in one rule or in rules that begin with one another."""
     empty = _possibly_empty(rules)
-    runs = [0] * len(rules)
+    passed = [0] * len(rules)
+    """How many can be passed before the last beginning of a rule."""
+    width = [0] * len(rules)
+    """How many a rule consists of, as far as it may be empty."""
     for component in _components([[item for item, _ in _starts(items, empty) if item >= 0] for items in rules]):
         # rules of one group replace each other, and count 0 where they do
-        total = sum(max(_runs(rules[rule], empty, runs, only_first=True)) for rule in component)
+        runs = [list(_runs(rules[rule], empty, passed, width)) for rule in component]
+        total_passed = sum(max(first for first, _, _ in found) for found in runs)
+        total_width = sum(max(size for _, _, size in found) for found in runs)
         for rule in component:
-            runs[rule] = total
+            passed[rule], width[rule] = total_passed, max(total_width, 1)
     for rule, items in enumerate(rules):
-        if max(_runs(items, empty, runs, only_first=False)) > MAX_EMPTY_RUN:
+        if any(most > MAX_EMPTY_RUN for _, most, _ in _runs(items, empty, passed, width)):
             return Problem(rule, f"has more than {MAX_EMPTY_RUN} items in a row that may be empty", limit=True)
     return None
 
 
-def _runs(items: Items, empty: set[int], runs: Sequence[int], *, only_first: bool) -> Iterator[int]:
-    """The possibly empty items that can be passed from each place in each alternative, or only from its beginning."""
+def _runs(items: Items, empty: set[int], passed: Sequence[int], width: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+    """For each alternative, what can be passed from its beginning, and at most from any place over its own items; and
+    its width."""
     for alternative in _alternatives(items):
-        passed = -1
+        run, most, size, behind = 0, 0, 0, False
         for item in reversed(alternative):
-            passed = max(runs[item] if item >= 0 else 0, passed + 1 if item in empty else 0)
-            if not only_first:
-                yield passed
-        yield max(passed, 0)
+            own = passed[item] if item >= 0 else 0
+            run = max(own, run + width[item] if item in empty and behind else 0)
+            most = max(most, run if run > own else 0)  # else it is the other rule's
+            size += width[item] if item in empty else 0
+            behind = True
+        yield run, most, size if all(item in empty for item in alternative) else 0
 
 
 def _alternatives(items: Items) -> Iterator[Items]:

@@ -11,14 +11,14 @@ import math
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
-from heapq import heapify, heappop, heappush
 
 _ROW_SLOPE = 0.25  # of a further row, relative to the first, before anything was measured
 _KNOWN = 8  # measurements after which a deviation is the machine's doing rather than an error of the curve
 _MOST_KNOWN = 20  # measurements that count, so that the curve can still change
 _DRIFT = 0.1  # weight of the newest measurement in the machine's speed
-_OUTLIER = math.log(1.5)  # at most is believed of a single measurement where the cost is known
-_SURPRISE = math.log(2.0)  # and where it is not
+_OUTLIER = math.log(1.5)  # at most is believed of a deviation where the cost is known
+_HICCUP = math.log(1.2)  # at most is believed of the first one upwards where it is not
+_SURPRISE = math.log(2.0)  # at most of the second one in a row; downwards there are no hiccups
 _SMALL = 64  # rows; larger decodes are prompts and say little about the speed of small ones
 
 _OPTIMISM = 0.75  # the acceptance that is assumed before anything was seen
@@ -47,7 +47,7 @@ class RowCost:
         self._speed = 0.0
         """Logarithm of the factor for all points."""
         self._points: dict[int, list[float]] = {}
-        """Rows to [logarithm of the relative cost, measurements that count]."""
+        """Rows to [logarithm of the relative cost, measurements that count, the last one's deviation]."""
         self._fitted: tuple[list[int], list[float]] | None = None
 
     def observe(self, rows: int, seconds: float) -> None:
@@ -59,15 +59,17 @@ class RowCost:
         place = _place(rows)
         here = math.log(self.at(place)) if self._points else self._speed
         within = math.log(self.at(rows)) - here if self._points else 0.0  # rows that share a point are not quite equal
-        point = self._points.setdefault(place, [here - self._speed, 0.0])
+        point = self._points.setdefault(place, [here - self._speed, 0.0, 0.0])
         error = math.log(seconds) - within - self._speed - point[0]
         if point[1] >= _KNOWN:
-            error = min(max(error, -_OUTLIER), _OUTLIER)
+            believed = min(max(error, -_OUTLIER), _OUTLIER)
             if rows <= _SMALL:
-                self._speed += _DRIFT * error
-        weight = 1.0 if error < -_SURPRISE else 1 / (point[1] + 2)  # nothing is that fast by accident
-        point[0] += weight * min(error, _SURPRISE)
+                self._speed += _DRIFT * believed
+        else:
+            believed = min(error, max(point[2], _HICCUP), _SURPRISE)
         point[1] = min(point[1] + 1, _MOST_KNOWN)
+        point[0] += believed / point[1]
+        point[2] = error
         self._fitted = None
 
     def at(self, rows: int) -> float:
@@ -97,7 +99,7 @@ class RowCost:
         places = sorted(self._points)
         pools: list[tuple[float, float, int]] = []  # cost, weight, points
         for place in places:
-            logarithm, weight = self._points[place]
+            logarithm, weight, _ = self._points[place]
             cost, count = math.exp(self._speed + logarithm), 1
             while pools and pools[-1][0] > cost:
                 other, other_weight, others = pools.pop()
@@ -152,29 +154,33 @@ class Acceptance:
 class Track:
     """The record of one source of drafts in one slot: what was accepted, and when it is tried again.
 
-    A draft that does not pay is probed after 16 generated tokens, then 32, 64, ... up to 1024. A probe that is accepted
-    in full is followed by another one; as soon as drafting pays, the pauses begin anew. With `probes` False (n-grams,
-    which can be watched for nothing) it never probes.
+    A draft that does not pay is probed after 16 generated tokens, then 32, 64, ... up to 1024, and not before 1 % of the
+    tokens generated since the last draft are worth what the probe is expected to cost. One that is accepted in full is
+    followed by another, as long as that budget lasts; as soon as drafting pays, the pauses begin anew.
     """
 
-    def __init__(self, prior: Acceptance | None = None, probes: bool = True) -> None:
-        self.waited = 0
-        """Tokens generated since the last draft."""
+    def __init__(self, prior: Acceptance | None = None) -> None:
         self.probing = False
-        """Set by `Tempo.choose`: the choice is a probe."""
+        """Whether the last choice was a probe."""
         self._acceptance = Acceptance(prior)
         self._matches: dict[int, Acceptance] = {}
-        self._probes = probes
         self._pause = self._due_at = _FIRST_PAUSE
+        self._waited = 0  # tokens generated since the last draft, apart from probes accepted in full
+        self._spent = 0.0  # tokens that such probes have cost
 
     @property
     def due(self) -> bool:
         """Whether it is time for a probe."""
-        return self._probes and self.waited >= self._due_at
+        return self._waited >= self._due_at
 
-    def postpone(self) -> None:
-        """A probe was due but is too expensive as yet."""
-        self._due_at = self.waited + _FIRST_PAUSE
+    def probe(self, cost: float, gain: float) -> bool:
+        """Decide about a probe that is due, by what it costs and its expected gain, both in tokens."""
+        self.probing = self._spent + cost - gain <= _PROBE_LOSS * self._waited
+        if self.probing:
+            self._spent += cost
+        else:
+            self._due_at = self._waited + _FIRST_PAUSE
+        return self.probing
 
     def probability(self, match_length: int = 0) -> float:
         """Of acceptance; for n-grams given the length of the match, in classes 2-3, 4-7, 8-15, ... tokens."""
@@ -183,16 +189,17 @@ class Track:
     def record(self, generated: int, drafted: int, accepted: int, match_length: int = 0) -> None:
         """A round is over: the tokens that it added to the text, those drafted for it, and how many were accepted."""
         if drafted == 0:
-            self.waited += generated
+            self._waited += generated
             return
         acceptance = self._of(match_length)
         if self.probing:
             acceptance.doubt()
         acceptance.observe(drafted, accepted)
         if self.probing and accepted == drafted:
+            self._spent -= accepted
             return
         self._pause = min(2 * self._pause, _LONGEST_PAUSE) if self.probing else _FIRST_PAUSE
-        self.waited, self._due_at = 0, self._pause
+        self._waited, self._spent, self._due_at = 0, 0.0, self._pause
 
     def watched(self, drafted: int, accepted: int, match_length: int = 0) -> None:
         """Learn from a draft that was compared with the text without being computed."""
@@ -247,10 +254,10 @@ class Tempo:
             track.probing = False
             if not chosen[index] and candidate.limit > 0 and track.due:
                 n = min(_PROBE, candidate.limit, room - sum(chosen))
-                if n > 0 and _affordable(_Step(self, generating, prompt_rows), candidates, chosen, index, n):
-                    track.probing, chosen[index] = True, n
-                else:
-                    track.postpone()
+                if n > 0 and track.probe(
+                    *_probe(_Step(self, generating, prompt_rows, 1), candidates, chosen, index, n)
+                ):
+                    chosen[index] = n
         return chosen
 
     def _climb(self, candidates: Sequence[Candidate], step: _Step, room: int) -> list[int]:
@@ -260,80 +267,73 @@ class Tempo:
         steps. It ends where all that is left to gain could not beat the best speed so far.
         """
         best, counts = [0] * len(candidates), [0] * len(candidates)
+        left = sum(_expected(candidate.probability, candidate.limit) for candidate in candidates)
         rate = _MARGIN * step.expected / step.seconds()
-        heap = self._ranked(candidates, step)
-        left = sum(_expected(candidates[index].probability, candidates[index].limit) for _, index in heap)
-        while heap and room > 0 and step.expected + left > rate * step.seconds(1):
-            rank, index = heappop(heap)
-            candidate = candidates[index]
-            left -= step.add(candidate, counts[index])
-            counts[index] += 1
+        more = [index for index, candidate in enumerate(candidates) if candidate.limit > 0]
+        while more and room > 0 and step.expected + left > rate * step.seconds(1):
+            index = max(more, key=lambda index: step.worth(candidates[index], counts[index]))
+            left -= step.add(candidates[index], counts[index])
             room -= 1
-            if counts[index] < candidate.limit:
-                heappush(heap, (rank * candidate.probability, index))
+            counts[index] += 1
+            if counts[index] == candidates[index].limit:
+                more.remove(index)
             if step.expected > rate * step.seconds():
                 best, rate = counts.copy(), step.expected / step.seconds()
         return best
 
-    def _ranked(self, candidates: Sequence[Candidate], step: _Step) -> list[tuple[float, int]]:
-        """A heap of (minus the tokens that a first draft is expected to give a second, index)."""
-        drafting = sum(candidate.model for candidate in candidates)
-        row = max(step.seconds(1) - step.seconds(), 1e-9)
-        shared = row + self.draft.at(drafting) / drafting if drafting else row
-        heap = [
-            (-candidate.probability / (shared if candidate.model else row), index)
-            for index, candidate in enumerate(candidates)
-            if candidate.limit > 0
-        ]
-        heapify(heap)
-        return heap
-
 
 class _Step:
-    """What a step with drafts is expected to give and to cost."""
+    """What a step with drafts is expected to give and to cost. Catching up is written off over `rounds` rounds."""
 
-    def __init__(self, tempo: Tempo, generating: int, prompt_rows: int) -> None:
+    def __init__(self, tempo: Tempo, generating: int, prompt_rows: int, rounds: int = _ROUNDS) -> None:
         self.expected = float(generating)
         """Tokens."""
         self._target, self._draft = tempo.target, tempo.draft
-        self._rows = generating + prompt_rows
+        self._rows, self._rounds = generating + prompt_rows, rounds
+        self._extra = self._target.at(generating) - self._target.at(self._rows) if prompt_rows else 0.0
+        self._row = max(self.seconds(1) - self.seconds(), 1e-9)
         self._drafting: list[int] = []
         """How many slots take part in each step of the draft model."""
-        self._extra = self._target.at(generating) - self._target.at(self._rows) if prompt_rows else 0.0
 
     def seconds(self, more: int = 0) -> float:
         """Of the step with `more` rows, without what the prompts cost in any case."""
         return self._target.at(self._rows + more) + self._extra
 
-    def add(self, candidate: Candidate, position: int, rounds: int = _ROUNDS) -> float:
-        """Draft one more token for a slot that drafts `position` already; returns the tokens it is expected to give.
+    def worth(self, candidate: Candidate, position: int) -> float:
+        """Expected tokens a second of one more token for a slot that drafts `position` already."""
+        return candidate.probability ** (position + 1) / (self._row + self._price(candidate, position))
 
-        The backlog of the draft model is written off over `rounds` rounds.
-        """
+    def add(self, candidate: Candidate, position: int) -> float:
+        """Draft one more token for a slot that drafts `position` already; returns the tokens it is expected to give."""
         self._rows += 1
-        if position == 0:
-            self._extra += candidate.overhead
-            if candidate.model:
-                self._extra += self._draft.at(candidate.backlog) / rounds
+        self._extra += self._price(candidate, position)
         if candidate.model:
             if position == len(self._drafting):
                 self._drafting.append(0)
-            slots = self._drafting[position]
-            self._extra += self._draft.at(slots + 1) - self._draft.at(slots)
             self._drafting[position] += 1
         gain: float = candidate.probability ** (position + 1)
         self.expected += gain
         return gain
 
+    def _price(self, candidate: Candidate, position: int) -> float:
+        """Seconds of that token apart from its row in the target."""
+        price = 0.0
+        if candidate.model:
+            slots = self._drafting[position] if position < len(self._drafting) else 0
+            price = self._draft.at(slots + 1) - self._draft.at(slots)
+        if position == 0:
+            price += candidate.overhead + self._draft.at(candidate.backlog) / self._rounds
+        return price
 
-def _affordable(step: _Step, candidates: Sequence[Candidate], chosen: list[int], index: int, n: int) -> bool:
-    """Whether a probe of `n` tokens beside the `chosen` ones loses few of those generated since the last draft."""
+
+def _probe(step: _Step, candidates: Sequence[Candidate], chosen: list[int], index: int, n: int) -> tuple[float, float]:
+    """What a draft of `n` tokens beside the `chosen` ones costs the batch, and its expected gain, in tokens."""
     for candidate, count in zip(candidates, chosen, strict=True):
         for position in range(count):
             step.add(candidate, position)
     before, rate = step.seconds(), step.expected / step.seconds()
-    gain = sum(step.add(candidates[index], position, rounds=1) for position in range(n))
-    return (step.seconds() - before) * rate - gain <= _PROBE_LOSS * candidates[index].track.waited
+    gain = sum(step.add(candidates[index], position) for position in range(n))
+    return (step.seconds() - before) * rate, gain
 
 
 def _expected(probability: float, n: int) -> float:

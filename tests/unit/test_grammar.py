@@ -60,8 +60,11 @@ GOOD = [
     'root ::= a\nroot ::= "x"',
     'root ::= "x" root | "y" a\na ::= b? c\nb ::= "" | "z"\nc ::= [0-9] root',
     "-9 ::= .\nroot ::= -9",
-    "root ::= " + "(" * MAX_NESTING + '"a"' + ")?" * MAX_NESTING,
-    "root ::= a0\n" + "".join(f"a{n} ::= a{n + 1}\n" for n in range(1500)) + "a1500 ::= .",
+    "root ::= " + "(" * 500 + '"a"' + ")" * 500,
+    'root ::= "x" ' + "(" * 250 + '"a"' + ")?" * 250,
+    "root ::= a0\n" + "".join(f"a{n} ::= a{n + 1}\n" for n in range(500)) + "a500 ::= .",
+    'root ::= ("a"?){0,17}',
+    'root ::= "x" ' + '"a"? ' * 16 + '"b"',
     "root ::= " + "|".join(f'"{n}"' for n in range(500)),
     'root ::= "' + "é" * 100_000 + '"',
 ]
@@ -142,6 +145,13 @@ LIMITS = [
         "too many ways",
     ),
     ("root ::= " + "|".join(f'"{n}"' for n in range(MAX_BRANCHES)), 1, 1, "more than 512 ways"),
+    ("root ::= b\nb ::= " + '"a"? ' * 17 + '"b"', 2, 1, "rule 'b' has more than 16 items in a row that may be empty"),
+    (
+        'root ::= "x" b b "y"\nb ::= ([a-z]*){0,9}',
+        1,
+        1,
+        "rule 'root' has more than 16 items in a row that may be empty",
+    ),
 ]
 
 
