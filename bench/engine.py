@@ -172,14 +172,14 @@ def table(report: Report) -> str:
     for n in STREAMS:
         service, peer = report.median(f"service {n}"), report.median(f"bare {n}")
         lines.append(f"| {n} | {service:.0f} | {peer:.0f} | {report.ratio(f'service {n}', f'bare {n}'):.3f} |")
+    before, during = report.median("before") * 1e3, report.median("during") * 1e3
+    prefill, peer = report.median("prefill"), report.median("bare prefill")
     lines += [
         "",
         f"- Event loop: {report.median('loop') * 1e6:.0f} µs of processor time a token at {max(STREAMS)} streams.",
         f"- Engine without llama.cpp's decode: {report.median('python') * 1e6:.0f} µs a step.",
-        f"- A prompt of {LONG_PROMPT:,} tokens beside {SLOTS - 1} streams: gaps of "
-        f"{report.median('before') * 1e3:.1f} ms before, {report.median('during') * 1e3:.1f} ms at the 99th percentile during it "
-        f"({report.ratio('during', 'before'):.2f} times).",
-        f"- Prefill alone: {report.median('prefill'):.0f} tokens/s, bare {report.median('bare prefill'):.0f} "
-        f"({report.ratio('prefill', 'bare prefill'):.3f}).",
+        f"- A prompt of {LONG_PROMPT:,} tokens beside {SLOTS - 1} streams: gaps of {before:.1f} ms before, {during:.1f} ms"
+        f" at the 99th percentile during it ({report.ratio('during', 'before'):.2f} times).",
+        f"- Prefill alone: {prefill:.0f} tokens/s, bare {peer:.0f} ({report.ratio('prefill', 'bare prefill'):.3f}).",
     ]
     return "\n".join(lines)
