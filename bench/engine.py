@@ -178,8 +178,8 @@ def table(report: Report) -> str:
         "",
         f"- Event loop: {report.median('loop') * 1e6:.0f} µs of processor time a token at {max(STREAMS)} streams.",
         f"- Engine without llama.cpp's decode: {report.median('python') * 1e6:.0f} µs a step.",
-        f"- A prompt of {LONG_PROMPT:,} tokens beside {SLOTS - 1} streams: gaps of {before:.1f} ms before, {during:.1f} ms"
-        f" at the 99th percentile during it ({report.ratio('during', 'before'):.2f} times).",
+        f"- A prompt of {LONG_PROMPT:,} tokens beside {SLOTS - 1} streams: gaps of {before:.1f} ms before, "
+        f"{during:.1f} ms at the 99th percentile during it ({report.ratio('during', 'before'):.2f} times).",
         f"- Prefill alone: {prefill:.0f} tokens/s, bare {peer:.0f} ({report.ratio('prefill', 'bare prefill'):.3f}).",
     ]
     return "\n".join(lines)
