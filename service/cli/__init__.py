@@ -50,8 +50,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Failure as failure:
         return _fail(str(failure), failure.code)
     except SlotwireError as error:
-        violations = [f"{violation.field}: {violation.description}" for violation in error.violations]
-        return _fail("\n  ".join(violations or [error.message]), 1)
+        violations = (f"{violation.field}: {violation.description}" for violation in error.violations)
+        news = (violation for violation in violations if violation not in error.message)
+        return _fail("\n  ".join([error.message, *news]), 1)
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:
