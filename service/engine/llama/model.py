@@ -135,7 +135,7 @@ class _Params:
             params.tensor_split = shares
         if settings.override_kv:
             self._overrides = _overrides(settings.override_kv)
-            params.kv_overrides = ctypes.cast(self._overrides, ctypes.c_void_p)
+            params.kv_overrides = self._overrides
         if on_progress is not None:
             self._callback = llama_cpp.llama_progress_callback(lambda share, _data: on_progress(share))
             params.progress_callback = self._callback
