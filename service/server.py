@@ -141,9 +141,10 @@ async def _serve(model: Path, settings: Settings) -> int:
         stop = asyncio.create_task(stopping.wait())
         await asyncio.wait((loading, stop), return_when=asyncio.FIRST_COMPLETED)
         if not stopping.is_set():
-            _say(_ready_line(address, loading.result(), time.monotonic() - began))
+            info = loading.result()
             if settings.server.ready_file is not None:
                 settings.server.ready_file.write_text(address)
+            _say(_ready_line(address, info, time.monotonic() - began))
             await stop
             _say("stopping: running requests may end, a second signal stops at once")
         loading.cancel()
