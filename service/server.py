@@ -14,6 +14,7 @@ from types import TracebackType
 from typing import Any
 
 import grpc
+import psutil
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
@@ -169,22 +170,24 @@ async def _load(server: Server) -> ModelInfo:
 def _on_signals(stopping: asyncio.Event) -> None:
     """The first SIGINT or SIGTERM stops in order; the second at once, with the signal's own effect."""
     loop = asyncio.get_running_loop()
+    numbers = (signal.SIGINT, signal.SIGTERM)
 
-    def first(number: signal.Signals) -> None:
+    def first() -> None:
         stopping.set()
-        loop.remove_signal_handler(number)
-        signal.signal(number, signal.SIG_DFL)
+        for number in numbers:
+            loop.remove_signal_handler(number)
+            signal.signal(number, signal.SIG_DFL)
 
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in numbers:
         with contextlib.suppress(NotImplementedError):
-            loop.add_signal_handler(number, first, number)
+            loop.add_signal_handler(number, first)
 
 
 def _ready_line(address: str, info: ModelInfo, seconds: float) -> str:
     return (
         f"slotwire is ready on {address}: {info.name} ({info.description}), {info.slots} slots, "
         f"{info.context:,} tokens of context ({info.slot_context:,} a slot), "
-        f"{info.size_bytes / 2**20:,.0f} MiB of weights, loaded in {seconds:.1f} s"
+        f"{psutil.Process().memory_info().rss / 2**20:,.0f} MiB of memory, loaded in {seconds:.1f} s"
     )
 
 

@@ -55,6 +55,7 @@ async def test_it_says_when_and_where_it_is_ready(tmp_path: Path) -> None:
         assert TINY.name in text
         assert "4 slots" in text
         assert "4,096 tokens" in text
+        assert "MiB of memory" in text
         assert ready.read_text() in text
         async with Client(ready.read_text()) as client:
             await client.wait_ready(LIMIT)
@@ -90,9 +91,9 @@ async def test_a_second_signal_stops_at_once(tmp_path: Path) -> None:
         assert (await anext(stream)).HasField("started")
         running.send_signal(signal.SIGINT)
         await line(running, "stopping")
-        running.send_signal(signal.SIGINT)
+        running.send_signal(signal.SIGTERM)  # of whichever kind
         async with asyncio.timeout(LIMIT):
-            assert await running.wait() == -signal.SIGINT
+            assert await running.wait() == -signal.SIGTERM
         with pytest.raises(grpc.aio.AioRpcError):
             _ = [response async for response in stream]
 
