@@ -263,19 +263,12 @@ def _escaped(code: int) -> str:
 
 
 def _characters(ranges: Ranges) -> str:
-    """A class, or its complement where that is shorter and of ASCII.
-
-    With others left out, llama.cpp would refuse the first bytes of any character whose bytes begin like theirs.
-    """
-    others = complement(union(ranges, SURROGATES))
-    if not others:
-        return "."
-    negate = len(others) <= len(ranges) and others[-1][1] < 0x80
+    """A class. Never a complement: llama.cpp finds bytes that begin no character in any of these."""
     parts = (
         _in_class(low) + ("" if low == high else ("-" if high > low + 1 else "") + _in_class(high))
-        for low, high in (others if negate else ranges)
+        for low, high in ranges
     )
-    return f"[{'^' if negate else ''}{''.join(parts)}]"
+    return f"[{''.join(parts)}]"
 
 
 SURROGATES: Ranges = ((0xD800, 0xDFFF),)

@@ -9,15 +9,15 @@ what is meant nor find room to go on for ever:
   or `items` say so. Names of other properties differ from those of the schema before their first escape.
 - Numbers have a bounded number of digits (`schema_numbers`); `const`, `enum` and strings with a `pattern` are written
   as json.dumps writes them without ASCII escapes.
-- `oneOf` is a choice like `anyOf`.
+- `oneOf` is a choice like `anyOf`; only what is valid under several of its branches is allowed and not valid.
 
 Repeating a property's name is not noticed where names are free.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Sequence
-from typing import NoReturn
 
 from service.engine.gbnf import (
     EMPTY,
@@ -38,7 +38,7 @@ from service.engine.gbnf import (
 from service.engine.gbnf_rules import Rules
 from service.engine.grammar_text import GrammarError, GrammarLimit
 from service.engine.schema import Path, fail
-from service.engine.schema_parts import Conjunction, Document, Part, constrains
+from service.engine.schema_parts import Conjunction, Document, Part, cannot_count, constrains, counts, head_of
 from service.engine.schema_values import (
     ARRAY,
     BOOLEAN,
@@ -59,10 +59,14 @@ from service.engine.schema_values import (
     values_of,
 )
 
-MAX_WORK = 20_000
-"""Values, properties and items that are put together, in all combinations of alternatives."""
+MAX_WORK = 25_000
+"""What is put together, in all combinations of alternatives; about 40 microseconds each."""
 MAX_NAMES = 4096
 """Characters of the names that other properties must not have; each makes a rule."""
+_VALUE_WORK = 5
+"""What a value costs beside a property or an item of it."""
+_LONG = 200
+"""Items of a sequence that becomes a rule of its own."""
 
 _UNNAMED = frozenset({"properties", "$defs", "definitions", "anyOf", "oneOf", "allOf", "prefixItems"})
 
@@ -85,7 +89,8 @@ class _Converter:
     def __init__(self, document: Document) -> None:
         self.document = document
         self.rules = Rules(dict(RULES))
-        self.names: dict[frozenset[Path], Ref] = {}
+        self.names: dict[frozenset[str], Ref] = {}
+        self.texts: dict[int, str] = {}
         self.todo: list[tuple[Ref, Sequence[Part]]] = []
         self.other_names: dict[frozenset[str], Ref] = {}
         self.work = 0
@@ -100,20 +105,28 @@ class _Converter:
     def spend(self, amount: int) -> None:
         self.work += amount
         if self.work > MAX_WORK:
-            raise GrammarLimit(f"with all combinations of alternatives the schema has more than {MAX_WORK} parts")
+            raise GrammarLimit("with all combinations of its alternatives the schema is too large")
 
     def refer(self, parts: Iterable[Part], hint: str | None = None) -> Ref:
         """The name of the rule for values under all `parts`."""
         self.spend(1)
         parts = [self.document.shortcut(part) for part in parts] if hint is None else list(parts)
-        needed = {part.path: part for part in parts if constrains(part)}
+        needed = {self.said(part): part for part in parts if constrains(part)}
         key = frozenset(needed)
         if not needed and hint is None:
             return VALUE
         if key not in self.names:
-            self.names[key] = self.rules.new(hint or _hint(min(needed, key=len)))
-            self.todo.append((self.names[key], list(needed.values())))
+            found = list(needed.values())
+            self.names[key] = self.rules.new(hint or _hint(min((part.path for part in found), key=len)))
+            self.todo.append((self.names[key], found))
         return self.names[key]
+
+    def said(self, part: Part) -> str:
+        """The text of a part: what says the same in several places is one rule."""
+        place = id(part.value)  # the document lives as long as this
+        if place not in self.texts:
+            self.texts[place] = json.dumps(part.value)
+        return self.texts[place]
 
     def body(self, parts: Sequence[Part]) -> Expr:
         together = Conjunction()
@@ -133,7 +146,7 @@ class _Converter:
         return _without_covered(alt(found))
 
     def value(self, parts: Sequence[Part]) -> Expr:
-        self.spend(1)
+        self.spend(_VALUE_WORK)
         listed = values_of(parts)
         if listed is not None:
             return self.listed(listed, parts)
@@ -149,6 +162,7 @@ class _Converter:
             case "array":
                 return self.array(parts)
             case "string":
+                self.spend(sum(len(str(part.keywords.get("pattern", ""))) for part in parts) // 10)
                 return string(parts)
             case "number" | "integer":
                 return number(parts, integer=kind == "integer")
@@ -159,7 +173,7 @@ class _Converter:
             found = [literal(value) for value in values]
         except ValueError:
             fail(parts[-1].path, "a listed value is an infinite number")
-        self.spend(len(found))
+        self.spend(len(found) + len(str(values)) // 100)
         return alt(found)
 
     # Objects
@@ -169,16 +183,16 @@ class _Converter:
         required = dict.fromkeys(name for part in parts for name in part.strings("required"))
         others = [part.at("additionalProperties") for part in parts if "additionalProperties" in part.keywords]
         names = list(dict.fromkeys([*known, *required]))
-        least, most = _counts(parts, "minProperties", "maxProperties")
+        least, most = counts(parts, "minProperties", "maxProperties")
         if most is not None and most < max(least, len(required)):
             return NEVER
         if not names:
             return self.map(parts, others, least, most)
         is_open = bool(others) or not known
         if least > max(len(required), 1):
-            _cannot_count(parts, "minProperties")
+            cannot_count(parts, "minProperties")
         if most is not None and (is_open or most < len(names)):
-            _cannot_count(parts, "maxProperties")
+            cannot_count(parts, "maxProperties")
         extra = NEVER
         if is_open:
             extra = seq(self.other_name(names, parts[0].path), ":", SPACE, self.refer(others))
@@ -207,31 +221,32 @@ class _Converter:
             more = seq(",", SPACE, tail)
             member = seq(pairs[name], more if needed else optional(more))
             if name in required:
-                tail, needed = member, True
+                tail, needed = self.shortened(member, f"from-{name}"), True
             else:
                 tail = alt([member, tail])
         return tail
 
+    def shortened(self, expr: Expr, hint: str) -> Expr:
+        """A name for a long sequence, so that it is not copied for each item in front of it."""
+        return self.rules.add(hint, expr) if isinstance(expr, Seq) and len(expr.items) > _LONG else expr
+
     def map(self, parts: Sequence[Part], others: Sequence[Part], least: int, most: int | None) -> Expr:
         """An object whose names are free."""
         if least > 1:
-            _cannot_count(parts, "minProperties")  # the same name twice is one property
+            cannot_count(parts, "minProperties")  # the same name twice is one property
         if not others and least == 0 and most is None:
             return OBJECT
         member = seq(STRING, ":", SPACE, self.refer(others))
         return seq("{", _listing(member, least, most), "}")
 
     def other_name(self, names: Sequence[str], path: Path) -> Expr:
-        """A name in quotes that is none of `names`, if any. It has no escapes while one of them could still follow."""
-        if not names:
-            return STRING
+        """A name in quotes that is none of `names`. It has no escapes while one of them could still follow."""
         key = frozenset(names)
         if key not in self.other_names:
             total = sum(map(len, key))
             if total > MAX_NAMES:
-                fail(
-                    path, f"property names beside free ones have {total} characters; at most {MAX_NAMES}", GrammarLimit
-                )
+                message = f"property names beside free ones have {total} characters; at most {MAX_NAMES}"
+                fail(path, message, GrammarLimit)
             self.spend(total)
             self.other_names[key] = self._other_name(sorted(key))
         return seq('"', self.other_names[key])
@@ -262,10 +277,10 @@ class _Converter:
     # Arrays
 
     def array(self, parts: Sequence[Part]) -> Expr:
-        heads = [_head(part) for part in parts]
+        heads = [head_of(part) for part in parts]
         rests = [rest for _, rest in heads if rest is not None]
         size = max(len(head) for head, _ in heads)
-        least, most = _counts(parts, "minItems", "maxItems")
+        least, most = counts(parts, "minItems", "maxItems")
         if size and not rests and least <= size:
             most = size if most is None else min(most, size)
         if most is not None and most < least:
@@ -288,26 +303,6 @@ class _Converter:
     def shared(self, expr: Expr, hint: str) -> Expr:
         """A name for what is used more than once, or would be nested too deeply."""
         return expr if isinstance(expr, Ref) or expr in (EMPTY, NEVER) else self.rules.add(hint, expr)
-
-
-def _head(part: Part) -> tuple[list[Part], Part | None]:
-    """The schemas of the first items, and that of the others: of JSON Schema 2020-12, or as they were before it."""
-    first, other = "prefixItems", "items"
-    if isinstance(part.keywords.get("items"), list):
-        first, other = "items", "additionalItems"
-    head = [part.at(first, index) for index in range(len(part.items(first)))]
-    return head, part.at(other) if other in part.keywords else None
-
-
-def _counts(parts: Sequence[Part], least: str, most: str) -> tuple[int, int | None]:
-    """The strongest bounds by two keywords."""
-    low = max((part.count(least) for part in parts if least in part.keywords), default=0)
-    return low, min((part.count(most) for part in parts if most in part.keywords), default=None)
-
-
-def _cannot_count(parts: Sequence[Part], keyword: str) -> NoReturn:
-    place = next(part.path for part in parts if keyword in part.keywords)
-    fail((*place, keyword), f"{keyword!r} cannot be expressed beside these properties")
 
 
 def _listing(item: Expr, least: int, most: int | None) -> Expr:

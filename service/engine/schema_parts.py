@@ -7,8 +7,9 @@ is an annotation, as the specification says.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NoReturn
 from urllib.parse import unquote
 
 from service.engine.grammar_text import GrammarLimit
@@ -223,3 +224,23 @@ def constrains(part: Part) -> bool:
     if not isinstance(part.value, dict):
         return part.value is not True
     return bool(_CONSTRAINING.union(_REFUSED).intersection(part.keywords))
+
+
+def head_of(part: Part) -> tuple[list[Part], Part | None]:
+    """The schemas of the first items, and that of the others: of JSON Schema 2020-12, or as they were before it."""
+    first, other = "prefixItems", "items"
+    if isinstance(part.keywords.get("items"), list):
+        first, other = "items", "additionalItems"
+    head = [part.at(first, index) for index in range(len(part.items(first)))]
+    return head, part.at(other) if other in part.keywords else None
+
+
+def counts(parts: Sequence[Part], least: str, most: str) -> tuple[int, int | None]:
+    """The strongest bounds by two keywords."""
+    low = max((part.count(least) for part in parts if least in part.keywords), default=0)
+    return low, min((part.count(most) for part in parts if most in part.keywords), default=None)
+
+
+def cannot_count(parts: Sequence[Part], keyword: str) -> NoReturn:
+    place = next(part.path for part in parts if keyword in part.keywords)
+    fail((*place, keyword), f"{keyword!r} cannot be expressed beside these properties")

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from service.engine.gbnf import Expr, Ref, alt, chars, complement, of, optional, repeat, seq, union
+from service.engine.gbnf import SURROGATES, Expr, Ref, alt, chars, complement, of, optional, repeat, seq, union
 from service.engine.grammar_text import GrammarLimit
 from service.engine.schema import Path, fail
 from service.engine.schema_numbers import MAX_DIGITS, any_integer, any_number, integers, numbers
@@ -21,7 +21,7 @@ from service.engine.schema_pattern import FORMATS, Pattern, PatternError, known_
 SPACE, CHAR, STRING, VALUE = Ref("space"), Ref("char"), Ref("string"), Ref("value")
 OBJECT, ARRAY, NUMBER, INTEGER, BOOLEAN = Ref("object"), Ref("array"), Ref("number"), Ref("integer"), Ref("boolean")
 
-PLAIN = complement(union(((0x00, 0x1F), (0x7F, 0x7F)), of('"\\')))
+PLAIN = complement(union(((0x00, 0x1F), (0x7F, 0x7F)), of('"\\'), SURROGATES))
 """Characters that stand for themselves in JSON strings; U+007F does, too, but no text needs it."""
 _HEX = union(of("0123456789"), of("abcdefABCDEF"))
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import random
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import llama_cpp
 import pytest
@@ -156,13 +159,18 @@ LIMITS = [
 
 
 @pytest.fixture(scope="module")
-def library() -> Iterator[Callable[[str], bool]]:
-    """Whether llama.cpp takes a grammar."""
+def vocabulary() -> Iterator[Any]:
     llama_cpp.llama_backend_init()
     params = llama_cpp.llama_model_default_params()
     params.vocab_only = True
     model = llama_cpp.llama_model_load_from_file(str(TINY).encode(), params)
-    vocabulary = llama_cpp.llama_model_get_vocab(model)
+    yield llama_cpp.llama_model_get_vocab(model)
+    llama_cpp.llama_model_free(model)
+
+
+@pytest.fixture(scope="module")
+def library(vocabulary: Any) -> Callable[[str], bool]:
+    """Whether llama.cpp takes a grammar."""
 
     def accepts(text: str) -> bool:
         sampler = llama_cpp.llama_sampler_init_grammar(vocabulary, text.encode(), b"root")
@@ -170,8 +178,7 @@ def library() -> Iterator[Callable[[str], bool]]:
             llama_cpp.llama_sampler_free(sampler)
         return bool(sampler)
 
-    yield accepts
-    llama_cpp.llama_model_free(model)
+    return accepts
 
 
 def refusal(text: str) -> GrammarError:
@@ -206,6 +213,30 @@ def test_what_the_library_does_not_survive_is_refused_before_it_sees_it(
     assert isinstance(error, GrammarLimit)
     assert (error.line, error.column) == (line, column)
     assert message in error.message
+
+
+AT_THE_LIMITS = [
+    'root ::= ("x"?){0,17}',
+    'root ::= (" "?){0,16} "x"',
+    "root ::= " + "[ -z]? " * 16 + '"~"',
+    "root ::= a a\na ::= " + '" "? ' * 8,
+    "root ::= " + "|".join(f'. "{n}"' for n in range(500)),
+    "root ::= a a\na ::= " + "|".join(f'"{chr(97 + n % 26)}{chr(97 + n * 7 % 26)}"' for n in range(500)),
+]
+
+
+@pytest.mark.parametrize("text", AT_THE_LIMITS, ids=range(len(AT_THE_LIMITS)))
+def test_grammars_at_the_limits_take_a_moment_for_all_tokens(text: str, vocabulary: Any) -> None:
+    check_gbnf(text)
+    sampler = llama_cpp.llama_sampler_init_grammar(vocabulary, text.encode(), b"root")
+    size = llama_cpp.llama_vocab_n_tokens(vocabulary)
+    tokens = (llama_cpp.llama_token_data * size)(*((token, 1.0, 0.0) for token in range(size)))
+    array = llama_cpp.llama_token_data_array(data=tokens, size=size, selected=-1, sorted=False)
+    began = time.thread_time()
+    llama_cpp.llama_sampler_apply(sampler, ctypes.byref(array))
+    spent = time.thread_time() - began
+    llama_cpp.llama_sampler_free(sampler)
+    assert spent < 0.5
 
 
 def test_an_empty_text_is_no_grammar_though_the_library_takes_it_for_none_at_all(
