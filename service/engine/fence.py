@@ -3,7 +3,8 @@
 Callers' text is marked before a template inserts it: behind every character of it that begins a control token, and
 behind its first and last character if these could complete one together with the text around. The mark is a
 noncharacter, so the template treats it like a letter of the text: trimming, splitting at line ends and JSON leave it
-where it is. In the result, a control token with a marked character in it is not the template's.
+where it is (and white space at the end stays if it could begin a control token, which no known model has). In the
+result, a control token with a marked character in it is not the template's.
 """
 
 from __future__ import annotations
