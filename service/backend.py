@@ -54,6 +54,7 @@ class Backend:
         self.started_at = time.time()
         self.state = BackendState.LOADING
         self.load_progress = 0.0
+        self._grammars = scheduling.grammars
         self._engine = Engine(lambda: load_runner(path, model, context, self._on_progress), scheduling)
         self._intake_thread = concurrent.futures.ThreadPoolExecutor(1, "slotwire-intake")
         self._loaded: Loaded | None = None
@@ -64,7 +65,7 @@ class Backend:
         began = time.monotonic()
         try:
             runner = await self._engine.start()
-            intake = Intake(runner.info, runner.vocabulary, _template(runner), runner.make_sampler)
+            intake = Intake(runner.info, runner.vocabulary, _template(runner), runner.make_sampler, self._grammars)
         except ConfigError as error:
             self.state, self._failure = BackendState.FAILED, error
             raise

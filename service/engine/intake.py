@@ -14,6 +14,7 @@ from service.engine.batch import MakeSampler, Sampler
 from service.engine.chat import ChatTemplate, Message, Segment
 from service.engine.grammar import GrammarError, check_gbnf, check_schema
 from service.engine.schema_gbnf import schema_to_gbnf
+from service.engine.settings import Grammars
 from service.engine.types import ModelInfo, Request
 from service.errors import Conflict, FieldViolation, InvalidRequest
 
@@ -70,8 +71,10 @@ class Intake:
         vocabulary: Vocabulary,
         template: ChatTemplate | None,
         make_sampler: MakeSampler,
+        grammars: Grammars = "all",
     ) -> None:
         self._info = info
+        self._grammars = grammars
         self._vocabulary = vocabulary
         self._template = template
         self._make_sampler = make_sampler
@@ -137,16 +140,23 @@ class Intake:
         if fewest > limit:
             raise _too_long(f"at least {fewest} tokens", limit, tokens=fewest)
 
-    @staticmethod
-    def _grammar(draft: Draft) -> str | None:
+    def _grammar(self, draft: Draft) -> str | None:
         if draft.json_schema is not None:
+            if self._grammars == "none":
+                raise _forbidden("JSON schemas", self._grammars)
             return _grammar_of_schema(draft.json_schema)
         if draft.gbnf is not None:
+            if self._grammars != "all":
+                raise _forbidden("GBNF grammars", self._grammars)
             try:
                 check_gbnf(draft.gbnf)
             except GrammarError as error:
                 raise _bad_grammar("sampling.grammar.gbnf", error) from None
         return draft.gbnf
+
+
+def _forbidden(what: str, setting: Grammars) -> Conflict:
+    return Conflict(f"this server takes no {what} (grammars = {setting})", reason="GRAMMARS_OFF")
 
 
 def _grammar_of_schema(text: str) -> str:

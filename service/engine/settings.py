@@ -13,6 +13,9 @@ from typing import Literal
 CacheType = Literal["f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_nl"]
 
 
+Grammars = Literal["all", "schemas", "none"]
+
+
 @dataclass(frozen=True, slots=True)
 class ModelSettings:
     """Which weights, and where they go.
@@ -100,9 +103,11 @@ class SchedulingSettings:
         pace: While others generate, a prompt's chunk may prolong a step to this many times its length without it.
         outbox_tokens: Tokens that may wait for a client that reads slowly before it is cut off.
         outbox_seconds: Seconds that a client may leave its tokens unread before it is cut off.
+        grammars: Grammars that clients may send. One written to be ambiguous can stall everyone; `schemas` are safe.
     """
 
     queue: int = 256
     pace: float = 2.5
     outbox_tokens: int = 8192
     outbox_seconds: float = 30.0
+    grammars: Grammars = "all"

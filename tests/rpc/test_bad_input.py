@@ -10,13 +10,14 @@ import pytest
 from google.protobuf.duration_pb2 import Duration
 from google.rpc import error_details_pb2, status_pb2
 
+from service.engine.settings import Grammars, SchedulingSettings
 from service.errors import ConfigError
 from service.server import Server
 from slotwire.v1 import generation_pb2 as pb
 from slotwire.v1 import generation_pb2_grpc as pb_grpc
 from slotwire.v1 import sampling_pb2 as sp
 from slotwire.v1 import slot_pb2, slot_pb2_grpc, system_pb2, system_pb2_grpc
-from tests.conftest import LIMIT, TINY, settings
+from tests.conftest import LIMIT, TINY, serving, settings
 
 VOCABULARY = 2048
 ROOM = 2047  # tokens of a prompt in a slot of 2,048
@@ -180,6 +181,18 @@ async def test_chat_without_a_template_is_a_failed_precondition(stub: pb_grpc.Ge
     error = await refused(stub.Generate(pb.GenerateRequest(prompt=pb.Prompt(chat=chat))))
     assert error.code() is grpc.StatusCode.FAILED_PRECONDITION
     assert detail(error, error_details_pb2.ErrorInfo).reason == "NO_CHAT_TEMPLATE"  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(("allowed", "refusals"), [("schemas", 1), ("none", 2)])
+async def test_an_operator_can_refuse_grammars(allowed: Grammars, refusals: int) -> None:
+    config = settings(scheduling=SchedulingSettings(grammars=allowed))
+    async with serving(config=config) as server, grpc.aio.insecure_channel(server.address) as channel:
+        stub = pb_grpc.GenerationServiceStub(channel)
+        for message in (gbnf("root ::= [a-z]"), schema('{"type": "boolean"}'))[:refusals]:
+            error = await refused(stub.Generate(message))
+            assert error.code() is grpc.StatusCode.FAILED_PRECONDITION
+            assert detail(error, error_details_pb2.ErrorInfo).reason == "GRAMMARS_OFF"  # type: ignore[attr-defined]
+        await works(stub)
 
 
 async def test_tokenize_and_detokenize_refuse_what_they_cannot_use(stub: pb_grpc.GenerationServiceAsyncStub) -> None:
