@@ -13,6 +13,7 @@ from service.cli.chat import chat
 from service.cli.demo import demo
 from service.cli.failure import Failure
 from service.cli.generate import generate
+from service.cli.inspect import inspect
 from service.cli.models import models
 from service.cli.serve import serve
 from service.cli.slots import slots
@@ -37,7 +38,7 @@ app = App(
     group_commands=Group("Commands", sort_key=0),
 )
 app.command(serve, name="serve", config=sources(), help_epilogue=_EPILOGUE)
-for command in (generate, chat, demo, slots, models):
+for command in (generate, chat, demo, slots, models, inspect):
     app.command(command, default_parameter=Parameter(negative_bool=(), negative_iterable=(), show_default=False))
 
 
