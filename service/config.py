@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin,
 from cyclopts import Group, Parameter
 from cyclopts.config import Dict, Env
 
+from service.engine.gguf import check_gguf
 from service.engine.settings import ContextSettings, ModelSettings, SchedulingSettings
 from service.errors import ConfigError
 
@@ -266,11 +267,5 @@ def default_model() -> EmbeddedModel:
 def model_file(model: ModelSettings) -> Path:
     """The GGUF file to load. Raises ConfigError where there is none, or it cannot be read as one."""
     path = model.model or default_model().path
-    try:
-        with path.open("rb") as file:
-            magic = file.read(4)
-    except OSError as error:
-        raise ConfigError(f"model: cannot read {path}: {error.strerror}") from None
-    if magic != b"GGUF":
-        raise ConfigError(f"model: {path} is no GGUF file; it begins with {magic!r}")
+    check_gguf("model", path)
     return path

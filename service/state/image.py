@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
+from service.state.collector import Collector
 from service.state.errors import ImageError
 from service.state.layout import IMAGE_MAGIC, LIMITS, STATE_VERSIONS, Limits, Section
 from service.state.manifest import Manifest
@@ -20,12 +21,10 @@ from service.state.parts import (
     BlobEnd,
     CheckpointHead,
     Dropped,
-    Header,
     Part,
     Piece,
     Role,
     SectionEnd,
-    Unknown,
 )
 from service.state.reader import IMAGE_HEAD, ImageReader
 from service.state.sections import (
@@ -127,43 +126,26 @@ def image_size(image: SlotImage, *, limits: Limits = LIMITS) -> int:
 
 
 @dataclass(slots=True)
-class _Collector:
+class _Collector(Collector):
     """Puts the parts of an image together."""
 
-    version: int = 0
-    tokens: TokenList = field(default_factory=lambda: TokenList(b""))
-    heads: list[CheckpointHead] = field(default_factory=list)
     pieces: dict[Blob, list[memoryview]] = field(default_factory=dict)
     blobs: dict[Blob, Bytes] = field(default_factory=dict)
     payloads: dict[Blob, PayloadSummary] = field(default_factory=dict)
     complete: set[Section] = field(default_factory=set)
-    dropped: dict[Section, str] = field(default_factory=dict)
-    manifest: Manifest | None = None
-    unknown: bytes = b""
 
-    def add(self, parts: Iterable[Part]) -> None:
-        for part in parts:
-            match part:
-                case Header(version):
-                    self.version = version
-                case TokenList():
-                    self.tokens = part
-                case CheckpointHead():
-                    self.heads.append(part)
-                case Piece(blob, data):
-                    self.pieces.setdefault(blob, []).append(data)
-                case BlobEnd(blob, size, payload):
-                    self.blobs[blob] = _joined(self.pieces.pop(blob, []), size)
-                    if payload is not None:
-                        self.payloads[blob] = payload
-                case SectionEnd(section):
-                    self.complete.add(section)
-                case Dropped(section, reason):
-                    self._drop(section, reason)
-                case Manifest():
-                    self.manifest = part
-                case Unknown(magic):
-                    self.unknown = magic
+    def take(self, part: Part) -> None:
+        match part:
+            case Piece(blob, data):
+                self.pieces.setdefault(blob, []).append(data)
+            case BlobEnd(blob, size, payload):
+                self.blobs[blob] = _joined(self.pieces.pop(blob, []), size)
+                if payload is not None:
+                    self.payloads[blob] = payload
+            case SectionEnd(section):
+                self.complete.add(section)
+            case Dropped(section):
+                self._free(section)
 
     def result(self) -> ImageRead:
         checkpoints, draft = Section.CHECKPOINTS in self.complete, Section.DRAFT in self.complete
@@ -183,9 +165,8 @@ class _Collector:
         blobs = (self.blobs[Blob(Section.CHECKPOINTS, role, head.index)] for role in Role)
         return Checkpoint(head.tokens, head.first_position, head.last_position, *blobs)
 
-    def _drop(self, section: Section, reason: str) -> None:
-        """Also frees what came of it. A second section of a kind takes nothing from the first."""
-        self.dropped[section] = reason
+    def _free(self, section: Section) -> None:
+        """Let go of what came of a damaged section. A second section of a kind takes nothing from the first."""
         if section not in self.complete:
             for found in (self.pieces, self.blobs, self.payloads):
                 for blob in [blob for blob in found if blob.section is section]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
+from service.state.collector import Collector
 from service.state.layout import LIMITS, Limits, Section
 from service.state.manifest import Manifest
 from service.state.memory import PayloadSummary
@@ -13,12 +14,9 @@ from service.state.parts import (
     Blob,
     BlobEnd,
     CheckpointHead,
-    Dropped,
-    Header,
     Part,
     Role,
     SectionEnd,
-    Unknown,
 )
 from service.state.reader import ImageReader
 from service.state.tokens import TokenList
@@ -81,39 +79,20 @@ def survey(pieces: Iterable[bytes | memoryview], *, limits: Limits = LIMITS) -> 
 
 
 @dataclass(slots=True)
-class _Surveyor:
+class _Surveyor(Collector):
     size: int = 0
-    version: int = 0
-    tokens: TokenList = field(default_factory=lambda: TokenList(b""))
-    heads: list[CheckpointHead] = field(default_factory=list)
     blobs: dict[Blob, BlobSurvey] = field(default_factory=dict)
     sections: dict[Section, int] = field(default_factory=dict)
-    dropped: dict[Section, str] = field(default_factory=dict)
     target: PayloadSummary | None = None
-    manifest: Manifest | None = None
-    unknown: bytes = b""
 
-    def add(self, parts: Iterable[Part]) -> None:
-        for part in parts:
-            match part:
-                case Header(version):
-                    self.version = version
-                case TokenList():
-                    self.tokens = part
-                case CheckpointHead():
-                    self.heads.append(part)
-                case BlobEnd(blob, size, payload):
-                    self.blobs[blob] = BlobSurvey(size, payload)
-                    if blob == TARGET:
-                        self.target = payload
-                case SectionEnd(section, size):
-                    self.sections[section] = size
-                case Dropped(section, reason):
-                    self.dropped[section] = reason
-                case Manifest():
-                    self.manifest = part
-                case Unknown(magic):
-                    self.unknown = magic
+    def take(self, part: Part) -> None:
+        match part:
+            case BlobEnd(blob, size, payload):
+                self.blobs[blob] = BlobSurvey(size, payload)
+                if blob == TARGET:
+                    self.target = payload
+            case SectionEnd(section, size):
+                self.sections[section] = size
 
     def result(self) -> ImageSurvey:
         assert self.target is not None  # the reader raises where there is none

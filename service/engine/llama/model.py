@@ -9,11 +9,11 @@ from typing import Any
 
 import llama_cpp
 
+from service.engine.gguf import check_gguf
 from service.engine.llama import library
 from service.engine.settings import ModelSettings
 from service.errors import ConfigError
 
-_GGUF_MAGIC = b"GGUF"
 _SPLIT_MODES = {"none": 0, "layer": 1, "row": 2, "tensor": 3}
 _OVERRIDE_TAGS = {
     "int": llama_cpp.LLAMA_KV_OVERRIDE_TYPE_INT,
@@ -27,19 +27,6 @@ OnProgress = Callable[[float], bool]
 """Called with the share that is loaded, in [0, 1]; returning False gives up."""
 
 
-def check_file(path: Path) -> None:
-    """Raise ConfigError unless `path` is a readable file that begins like a GGUF file."""
-    try:
-        with path.open("rb") as file:
-            magic = file.read(4)
-    except FileNotFoundError:
-        raise ConfigError(f"model: {path} does not exist", reason="MODEL_MISSING") from None
-    except OSError as error:
-        raise ConfigError(f"model: cannot read {path}: {error.strerror}", reason="MODEL_UNREADABLE") from None
-    if magic != _GGUF_MAGIC:
-        raise ConfigError(f"model: {path} is not a GGUF file (it begins with {magic!r})", reason="MODEL_NO_GGUF")
-
-
 class Model:
     """Weights in memory. Made, used and closed on the engine's thread.
 
@@ -47,7 +34,7 @@ class Model:
     """
 
     def __init__(self, path: Path, settings: ModelSettings, on_progress: OnProgress | None = None) -> None:
-        check_file(path)
+        check_gguf("model", path)
         self.path = path
         library.clear_complaints()
         with _Params(settings, on_progress) as params:
@@ -71,7 +58,7 @@ class Model:
             file, factor = (name, float(scale)) if colon else (spec, 1.0)
         except ValueError:
             file, factor = spec, 1.0
-        check_file(Path(file))
+        check_gguf("lora", Path(file))
         library.clear_complaints()
         adapter = llama_cpp.llama_adapter_lora_init(self.handle, file.encode())
         if not adapter:
