@@ -31,10 +31,10 @@ def generate(context: Context, prompts: list[list[int]], count: int) -> float:
     last = np.empty(streams, np.int32)
     for index, prompt in enumerate(prompts):
         context.keep(index, 0)
-        context.decode([Segment(index, prompt, 0, output=True)])
+        context.decode([Segment(index, prompt, 0, outputs=1)])
         last[index] = context.logits(0).argmax()
     batch = context.batch
-    batch.fill([Segment(i, last[i : i + 1], len(prompts[i]), output=True) for i in range(streams)])
+    batch.fill([Segment(i, last[i : i + 1], len(prompts[i]), outputs=1) for i in range(streams)], streams)
     began = time.perf_counter()
     for _ in range(count):
         batch.tokens[:streams] = last
@@ -55,7 +55,7 @@ def prefill(context: Context, prompt: list[int]) -> float:
     began = time.perf_counter()
     for start in range(0, len(prompt), context.max_rows):
         chunk = prompt[start : start + context.max_rows]
-        context.decode([Segment(0, chunk, start, output=start + len(chunk) == len(prompt))])
+        context.decode([Segment(0, chunk, start, outputs=int(start + len(chunk) == len(prompt)))])
     context.logits(0).argmax()
     return time.perf_counter() - began
 

@@ -17,7 +17,7 @@ from service.engine.intake import Draft, Intake
 from service.engine.llama import LlamaRunner, load_runner
 from service.engine.loop import Engine
 from service.engine.outbox import Outbox
-from service.engine.settings import ContextSettings, ModelSettings, SchedulingSettings
+from service.engine.settings import ContextSettings, ModelSettings, SchedulingSettings, SpeculationSettings
 from service.engine.types import Load, ModelInfo, Request, SlotInfo
 from service.errors import ConfigError, NotFound, Unavailable
 
@@ -49,13 +49,20 @@ class Backend:
     """Loads a model, takes requests for it, and says how it is. For one event loop."""
 
     def __init__(
-        self, path: Path, model: ModelSettings, context: ContextSettings, scheduling: SchedulingSettings
+        self,
+        path: Path,
+        model: ModelSettings,
+        context: ContextSettings,
+        scheduling: SchedulingSettings,
+        speculation: SpeculationSettings,
     ) -> None:
         self.started_at = time.time()
         self.state = BackendState.LOADING
         self.load_progress = 0.0
         self._grammars = scheduling.grammars
-        self._engine = Engine(lambda: load_runner(path, model, context, self._on_progress), scheduling)
+        self._engine = Engine(
+            lambda: load_runner(path, model, context, speculation, self._on_progress), scheduling, speculation
+        )
         self._intake_thread = concurrent.futures.ThreadPoolExecutor(1, "slotwire-intake")
         self._loaded: Loaded | None = None
         self._failure: ConfigError | None = None

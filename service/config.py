@@ -21,7 +21,7 @@ from cyclopts import Group, Parameter
 from cyclopts.config import Dict, Env
 
 from service.engine.gguf import check_gguf
-from service.engine.settings import ContextSettings, ModelSettings, SchedulingSettings
+from service.engine.settings import ContextSettings, ModelSettings, SchedulingSettings, SpeculationSettings
 from service.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -62,13 +62,15 @@ class Settings:
     model: Annotated[ModelSettings, _group("Model", 2)] = field(default_factory=ModelSettings)
     context: Annotated[ContextSettings, _group("Context", 3)] = field(default_factory=ContextSettings)
     scheduling: Annotated[SchedulingSettings, _group("Scheduling", 4)] = field(default_factory=SchedulingSettings)
+    speculation: Annotated[SpeculationSettings, _group("Speculation", 5)] = field(default_factory=SpeculationSettings)
 
     def __post_init__(self) -> None:
-        for part in (self.server, self.model, self.context, self.scheduling):
+        for part in (self.server, self.model, self.context, self.scheduling, self.speculation):
             _check_limits(part)
         _check_listen(self.server)
         _check_model(self.model)
         _check_context(self.context)
+        _check_speculation(self.speculation, self.context)
 
 
 _INT32 = 2**31 - 1
@@ -97,6 +99,10 @@ LIMITS: Mapping[str, tuple[float, float]] = {
     "pace": (1, 1000),
     "outbox_tokens": (1, _INT32),
     "outbox_seconds": (0.1, 86_400),
+    "draft_max": (1, 64),
+    "draft_context": (0, _INT32),
+    "draft_gpu_layers": (-1, _INT32),
+    "snapshot_memory": (0, 1 << 50),
 }
 """The least and the largest value of every numeric setting; of each item where it is a list."""
 
@@ -159,6 +165,15 @@ def _check_context(context: ContextSettings) -> None:
         raise ConfigError(f"slot_context: {context.slot_context} is more than context, which is {context.context}")
     if context.cache_type_v not in ("f32", "f16", "bf16") and context.flash_attention == "off":
         raise ConfigError(f"cache_type_v: {context.cache_type_v} needs flash attention, which is off")
+
+
+def _check_speculation(speculation: SpeculationSettings, context: ContextSettings) -> None:
+    if speculation.draft in ("model", "both") and speculation.draft_model is None:
+        raise ConfigError(f"draft: {speculation.draft} needs a draft_model")
+    if speculation.draft_cache_type_v not in ("f32", "f16", "bf16") and context.flash_attention == "off":
+        raise ConfigError(f"draft_cache_type_v: {speculation.draft_cache_type_v} needs flash attention, which is off")
+    if speculation.rows and context.ubatch <= speculation.draft_max + 1:
+        raise ConfigError(f"draft_max: {speculation.draft_max} and more do not fit a ubatch of {context.ubatch} rows")
 
 
 def sources() -> tuple[Any, ...]:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import gguf
+import llama_cpp
 import numpy as np
 import numpy.typing as npt
 
@@ -251,3 +252,14 @@ def _finish(writer: gguf.GGUFWriter, tensors: Tensors) -> Path:
     writer.write_tensors_to_file()
     writer.close()
     return Path(writer.path)
+
+
+def quantized(source: Path, path: Path) -> Path:
+    """The model of `source` with weights in Q8_0, by llama.cpp's own call: in deterministic mode it keeps its bits,
+    which F32 matrices of this size do not.
+    """
+    params = llama_cpp.llama_model_quantize_default_params()
+    params.ftype, params.nthread, params.pure = llama_cpp.LLAMA_FTYPE_MOSTLY_Q8_0, 1, True
+    if llama_cpp.llama_model_quantize(str(source).encode(), str(path).encode(), params) != 0:
+        raise RuntimeError(f"{source} could not be quantized")
+    return path

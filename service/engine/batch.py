@@ -23,13 +23,13 @@ Logits = npt.NDArray[np.float32]
 class Segment:
     """Consecutive rows of one slot: `tokens` at positions `start`, `start + 1`, ...
 
-    With `output`, the last row's logits are wanted.
+    The logits of the last `outputs` rows are wanted.
     """
 
     slot: int
     tokens: Sequence[int]
     start: int
-    output: bool
+    outputs: int = 0
 
 
 class DecodeStatus(enum.Enum):
@@ -50,11 +50,49 @@ class Sampler(Protocol):
         """Free what it holds; may be called more than once."""
 
 
-class Runner(Protocol):
-    """Computes rows and keeps the memory of the slots. Used by the engine's thread alone."""
+class Decoder(Protocol):
+    """Computes rows of one model and keeps the memory of the slots. Used by the engine's thread alone."""
+
+    @property
+    def size(self) -> int:
+        """Tokens that all slots hold together."""
+
+    @property
+    def max_rows(self) -> int:
+        """The most rows of one decode; more than there are slots."""
+
+    @property
+    def max_outputs(self) -> int:
+        """The most rows of one decode whose logits can be wanted."""
+
+    def decode(self, segments: Sequence[Segment]) -> DecodeStatus:
+        """Compute all rows. The rows of one segment stay together and in order."""
+
+    def logits(self, index: int) -> Logits:
+        """Of the index-th row with an output in the last decode; valid until the next decode."""
+
+    def checkpoint(self, slot: int) -> bool:
+        """Make sure that `keep` can come back to where `slot` is now, also after the next decode. One for each slot:
+        it takes the place of the one before. Returns False where nothing had to be done for that.
+        """
+
+    def keep(self, slot: int, length: int) -> int:
+        """Drop the tokens of `slot` from position `length` on. Returns how many are left: `length`, or fewer where the
+        memory can only go back to a checkpoint; 0 where it cannot go back at all and was emptied.
+        """
+
+    def close(self) -> None:
+        """Free the model and its memory."""
+
+
+class Runner(Decoder, Protocol):
+    """The target, and the draft model where there is one."""
 
     @property
     def info(self) -> ModelInfo: ...
+
+    @property
+    def draft(self) -> Decoder | None: ...
 
     @property
     def end_tokens(self) -> frozenset[int]: ...
@@ -62,24 +100,6 @@ class Runner(Protocol):
     @property
     def pieces(self) -> Sequence[bytes]:
         """The bytes that each token adds to a text."""
-
-    @property
-    def max_rows(self) -> int:
-        """The most rows of one decode; more than there are slots."""
-
-    def decode(self, segments: Sequence[Segment]) -> DecodeStatus:
-        """Compute all rows. The rows of one segment stay together and in order."""
-
-    def logits(self, index: int) -> Logits:
-        """Of the index-th segment with `output` in the last decode; valid until the next decode."""
-
-    def keep(self, slot: int, length: int) -> int:
-        """Drop all tokens of `slot` from position `length` on. Returns how many are left: `length`, or 0 where the
-        memory cannot go back there, in which case it was emptied.
-        """
-
-    def close(self) -> None:
-        """Free the model and its memory."""
 
 
 class MakeSampler(Protocol):

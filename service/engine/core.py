@@ -5,15 +5,16 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence as Tokens
 
-from service.engine.batch import DecodeStatus, Logits, Runner, Segment
+from service.engine.batch import DecodeStatus, Runner, Segment
 from service.engine.meter import Meter
 from service.engine.pacing import Pacer
-from service.engine.scheduler import Plan, plan
+from service.engine.scheduler import Drafts, Plan, plan
 from service.engine.sequence import Sequence
-from service.engine.settings import SchedulingSettings
+from service.engine.settings import SchedulingSettings, SpeculationSettings
 from service.engine.slots import Slot, choose
+from service.engine.speculation import Speculation
 from service.engine.types import Event, FinishReason, Load, Progress, SlotInfo, Started
 from service.errors import Conflict, DeadlineExceeded, EngineFailure, Exhausted, SlotwireError
 
@@ -29,7 +30,11 @@ class Core:
     """Not thread-safe: one thread calls everything. Nothing here waits, except `step` for the runner."""
 
     def __init__(
-        self, runner: Runner, settings: SchedulingSettings, clock: Callable[[], float] = time.monotonic
+        self,
+        runner: Runner,
+        settings: SchedulingSettings,
+        speculation: SpeculationSettings | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._runner = runner
         self._settings = settings
@@ -39,6 +44,11 @@ class Core:
         self._queue: deque[Sequence] = deque()
         self._pacer = Pacer(settings.pace, runner.max_rows)
         self._meter = Meter()
+        self._speculation: Speculation | None = None
+        if speculation is not None and speculation.rows:
+            self._speculation = Speculation(
+                speculation, self._info.slots, self._info.slot_context, runner.draft, clock
+            )
         self._uses = 0
         self._outcomes: list[Outcome] = []
 
@@ -118,13 +128,19 @@ class Core:
         began = self._clock()
         self._expire(began)
         self._admit(began)
-        work = self._run()
+        drafts = self._draft()
+        drafted = self._clock()
+        work = self._run(drafts)
         if not work.segments:
             return False
-        drawn = self._commit(work.segments, self._clock())
+        drawn = self._commit(work, self._clock())
+        if self._speculation is not None:
+            self._speculation.tempo.target.observe(work.rows, self._clock() - drafted)
+            self._meter.draft(drafted - began)
+            self._follow(self._speculation, work)
         seconds = self._clock() - began
         self._pacer.observe(work.generating, work.prompt_rows, seconds)
-        self._meter.step(work.generating + work.prompt_rows, work.prompt_rows, drawn, seconds)
+        self._meter.step(work.rows, work.prompt_rows, drawn, seconds)
         return True
 
     def _expire(self, now: float) -> None:
@@ -155,11 +171,12 @@ class Core:
         """Whether the prompt has room beside the busy slots; if not, it waits rather than being cut off later."""
         if self._info.capabilities.recurrent:  # a state of constant size for each slot
             return True
-        busy = sum(max(len(slot.tokens), len(s.request.tokens)) + 1 for slot, s in self._busy())
+        busy = sum(max(slot.length, len(s.request.tokens)) + 1 for slot, s in self._busy())
         return busy + len(sequence.request.tokens) < self._info.context or not busy
 
     def _start(self, slot: Slot, sequence: Sequence, now: float) -> None:
         request = sequence.request
+        slot.replay.clear()  # where it is a part of the prompt, it is computed as one
         reused = slot.common_prefix(request)
         if reused < len(slot.tokens):
             reused = self._runner.keep(slot.id, reused)
@@ -168,26 +185,59 @@ class Core:
         slot.used, slot.last_used = self._uses, time.time()
         slot.session, slot.cache_key, slot.sequence = request.session, request.cache_key, sequence
         sequence.start(reused, now)
+        if self._speculation is not None:
+            self._speculation.open(slot, request)
         self._meter.request(reused)
         self._outcomes.append((request.id, Started(slot.id, len(request.tokens), reused)))
 
-    def _run(self) -> Plan:
+    def _draft(self) -> Drafts:
+        """What the generating slots draft for this step."""
+        generating = [slot for slot, sequence in self._busy() if sequence.pending is not None]
+        if self._speculation is None or not generating:
+            return {}
+        prompt_rows = self._prompt_rows(len(generating))
+        replays = sum(len(slot.replay) for slot in self._slots)
+        room = self._runner.max_rows - len(generating) - replays - min(prompt_rows, 1)
+        room = min(room, self._runner.max_outputs - len(self._slots))
+        return self._speculation.draft(generating, prompt_rows, room) if room > 0 else {}
+
+    def _prompt_rows(self, generating: int) -> int:
+        """The most rows of prompts that fit the pace; 0 where no prompt is being processed."""
+        prompts = any(sequence.pending is None for _, sequence in self._busy())
+        rows = self._pacer.prompt_rows(generating, prompts)
+        return rows if prompts else 0
+
+    def _run(self, drafts: Drafts) -> Plan:
         """Decode the next batch; where the cache is full, make room and plan again."""
+        generating = sum(sequence.pending is not None for _, sequence in self._busy())
+        prompt_rows = self._prompt_rows(generating)
         while True:
-            generating = sum(sequence.pending is not None for _, sequence in self._busy())
-            prompts = any(sequence.pending is None for _, sequence in self._busy())
-            work = plan(self._slots, self._pacer.prompt_rows(generating, prompts))
+            work = plan(self._slots, prompt_rows, self._runner.max_rows, drafts)
             if not work.segments:
                 return work
+            self._checkpoint(work)
             began = self._clock()
             status = self._runner.decode(work.segments)
             self._meter.decode(self._clock() - began)
             if status is DecodeStatus.OK:
                 return work
-            if status is DecodeStatus.NO_ROOM:
-                self._make_room()
-            else:
+            if status is not DecodeStatus.NO_ROOM:
                 self._drop_batch(work.segments)
+            elif drafts and self._speculation is not None:
+                self._speculation.cancel()  # drafts are no reason to take room from anyone
+                drafts = {}
+            else:
+                self._make_room()
+
+    def _checkpoint(self, work: Plan) -> None:
+        """Remember where the slots are whose drafts may be rejected."""
+        rounds = [segment for segment in work.segments if segment.outputs > 1]
+        if not rounds:
+            return
+        began = self._clock()
+        self._meter.checkpoints(sum(self._runner.checkpoint(segment.slot) for segment in rounds))
+        assert self._speculation is not None
+        self._speculation.observe_overhead((self._clock() - began) / len(rounds))
 
     def _make_room(self) -> None:
         """Empty the idle slot that was used longest ago; with none left, end the newest request."""
@@ -211,39 +261,84 @@ class Core:
         """The library failed: those who were in the batch cannot go on, the others can."""
         for segment in segments:
             slot = self._slots[segment.slot]
-            self._fail(slot, EngineFailure("the model failed to compute this request", reason="DECODE_FAILED"))
+            if slot.busy:
+                self._fail(slot, EngineFailure("the model failed to compute this request", reason="DECODE_FAILED"))
             self._clear(slot)
 
-    def _commit(self, segments: list[Segment], now: float) -> int:
+    def _commit(self, work: Plan, now: float) -> int:
         """Take over what was computed; returns how many tokens were drawn."""
-        output = 0
-        for segment in segments:
+        output = drawn = 0
+        for segment in work.segments:
             slot = self._slots[segment.slot]
-            sequence = slot.sequence
-            assert sequence is not None  # the plan has busy slots only
+            replayed = min(len(slot.replay), len(segment.tokens))
+            del slot.replay[:replayed]
             slot.tokens.extend(segment.tokens)
+            self._meter.replay(replayed)
+            sequence = slot.sequence
+            if sequence is None:  # an idle slot whose memory is complete now
+                continue
+            sequence.tally.replayed += replayed
             if sequence.pending is None and sequence.request.progress:
                 progress = Progress(len(slot.tokens), len(sequence.request.tokens))
                 self._outcomes.append((sequence.request.id, progress))
-            if segment.output:
-                self._advance(slot, sequence, self._runner.logits(output), now)
-                output += 1
-        return output
+            if segment.outputs:
+                drawn += self._advance(slot, sequence, segment, output, now)
+                output += segment.outputs
+        return drawn
 
-    def _advance(self, slot: Slot, sequence: Sequence, logits: Logits, now: float) -> None:
-        """Draw the next token of a slot and see where that leads."""
-        try:
-            token = sequence.sampler.draw(logits)
-        except SlotwireError as error:
-            self._fail(slot, error)
-            return
-        delta, reason = sequence.take(token, logits, self._runner.pieces, self._runner.end_tokens, now)
-        if delta is not None:
-            self._outcomes.append((sequence.request.id, delta))
-        if reason is None and len(slot.tokens) >= self._info.slot_context:
-            reason = FinishReason.CONTEXT_FULL
-        if reason is not None:
+    def _follow(self, speculation: Speculation, work: Plan) -> None:
+        """Let the draft model read what was computed of prompts."""
+        for segment in work.segments[work.generating :]:
+            speculation.follow(self._slots[segment.slot])
+
+    def _advance(self, slot: Slot, sequence: Sequence, segment: Segment, output: int, now: float) -> int:
+        """Draw the tokens of a slot, as long as they are those of its draft, and see where that leads.
+
+        `output` is the index of the segment's first row with an output. Returns how many tokens were drawn.
+        """
+        draft = segment.tokens[len(segment.tokens) - segment.outputs + 1 :]
+        length = len(slot.tokens) - len(draft)  # of the memory, as far as it is certain
+        drawn: list[int] = []
+        reason: FinishReason | None = None
+        failure: SlotwireError | None = None
+        for row in range(segment.outputs):
+            logits = self._runner.logits(output + row)
+            try:
+                token = sequence.sampler.draw(logits)
+            except SlotwireError as error:
+                failure = error
+                break
+            drawn.append(token)
+            delta, reason = sequence.take(token, logits, self._runner.pieces, self._runner.end_tokens, now)
+            if delta is not None:
+                self._outcomes.append((sequence.request.id, delta))
+            if reason is None and length >= self._info.slot_context:
+                reason = FinishReason.CONTEXT_FULL
+            if reason is not None or row == len(draft) or token != draft[row]:
+                break
+            length += 1
+        self._settle(slot, sequence, draft, drawn, length)
+        if failure is not None:
+            self._fail(slot, failure)
+        elif reason is not None:
             self._finish(slot, sequence, reason, now)
+        return len(drawn)
+
+    def _settle(
+        self, slot: Slot, sequence: Sequence, draft: Tokens[int], drawn: Tokens[int], length: int
+    ) -> None:
+        """A round is over: `length` tokens of the slot's memory are of use, the rest was rejected."""
+        accepted = 0
+        if draft:
+            accepted = sum(token == proposed for token, proposed in zip(drawn, draft, strict=False))
+            sequence.tally.round(len(draft), accepted)
+            self._meter.round(len(draft), accepted)
+        if length < len(slot.tokens):
+            kept = self._runner.keep(slot.id, length)
+            slot.replay = slot.tokens[kept:length]
+            del slot.tokens[kept:]
+        if self._speculation is not None:
+            self._speculation.settle(slot, drawn, len(draft), accepted)
 
     # endings
 
@@ -264,10 +359,15 @@ class Core:
         slot.sequence.sampler.close()
         slot.last_sequence, slot.sequence = slot.sequence, None
         slot.last_used = time.time()
+        if self._speculation is not None:
+            self._speculation.close(slot)
 
     def _clear(self, slot: Slot) -> None:
         self._runner.keep(slot.id, 0)  # also where no tokens are known: a failed decode may have left some
         slot.tokens.clear()
+        slot.replay.clear()
+        if self._speculation is not None:
+            self._speculation.forget(slot)
 
     def _busy(self) -> Iterator[tuple[Slot, Sequence]]:
         for slot in self._slots:

@@ -11,45 +11,31 @@ from collections.abc import Sequence
 import numpy as np
 
 from service.engine.batch import DecodeStatus, Logits, Segment
-from service.engine.types import Capabilities, ModelInfo
+from service.engine.types import Capabilities, ModelInfo, Rollback
 
 END = 0
 """The end-of-text token."""
 
 
-class FakeRunner:
-    """Implements `engine.batch.Runner` over `vocabulary` tokens whose pieces are ASCII letters.
+class FakeDecoder:
+    """Implements `engine.batch.Decoder` over `vocabulary` tokens.
 
-    `capacity` is the room for tokens over all slots. With `trim` False a slot can only be emptied, as with recurrent
-    models. `statuses` are given out, one for each decode, before any is computed.
+    `size` is the room for tokens over all slots. With `trim` False a slot can only go back to its checkpoint, as with
+    recurrent models. `wrong_every` makes each such token of a text another one than that of a decoder without it.
+    `statuses` are given out, one for each decode, before any is computed.
     """
 
-    def __init__(
-        self, *, slots: int = 2, capacity: int = 64, slot_context: int = 32, vocabulary: int = 64, trim: bool = True
-    ) -> None:
-        self.info = ModelInfo(
-            name="fake",
-            description="arithmetic",
-            architecture="fake",
-            parameters=0,
-            size_bytes=0,
-            vocabulary_size=vocabulary,
-            embedding_size=1,
-            layers=1,
-            trained_context=slot_context,
-            context=capacity,
-            slot_context=slot_context,
-            slots=slots,
-            capabilities=Capabilities(trim=trim, recurrent=False, hybrid=not trim, sliding_window=0),
-            chat_template=None,
-        )
-        self.end_tokens = frozenset({END})
-        self.pieces = [b"" if token == END else bytes([97 + token % 26]) for token in range(vocabulary)]
-        self.max_rows = 16
+    max_rows = 16
+
+    def __init__(self, *, size: int = 64, vocabulary: int = 64, trim: bool = True, wrong_every: int = 0) -> None:
+        self.size = size
+        self.max_outputs = self.max_rows
         self.memory: dict[int, list[int]] = {}
+        self.checkpoints: dict[int, list[int]] = {}
         self.decoded: list[list[Segment]] = []
         self.statuses: list[DecodeStatus] = []
         self.closed = False
+        self._vocabulary, self._trim, self._wrong_every = vocabulary, trim, wrong_every
         self._outputs: list[Logits] = []
 
     def decode(self, segments: Sequence[Segment]) -> DecodeStatus:
@@ -58,26 +44,39 @@ class FakeRunner:
             raise ValueError(f"{rows} rows")
         if self.statuses:
             return self.statuses.pop(0)
-        if sum(map(len, self.memory.values())) + rows > self.info.context:
+        if sum(map(len, self.memory.values())) + rows > self.size:
             return DecodeStatus.NO_ROOM
-        self.decoded.append(list(segments))
+        self.decoded.append([Segment(s.slot, tuple(s.tokens), s.start, s.outputs) for s in segments])
         self._outputs = []
         for segment in segments:
             memory = self.memory.setdefault(segment.slot, [])
             if segment.start != len(memory):
                 raise ValueError(f"slot {segment.slot}: position {segment.start} after {len(memory)} tokens")
-            memory.extend(segment.tokens)
-            if segment.output:
-                self._outputs.append(self._score(memory))
+            for index, token in enumerate(segment.tokens, segment.outputs - len(segment.tokens)):
+                memory.append(token)
+                if index >= 0:
+                    self._outputs.append(self._score(memory))
         return DecodeStatus.OK
 
     def logits(self, index: int) -> Logits:
         return self._outputs[index]
 
+    def checkpoint(self, slot: int) -> bool:
+        if self._trim or self.checkpoints.get(slot) == self.memory[slot]:
+            return False
+        self.checkpoints[slot] = list(self.memory[slot])
+        return True
+
     def keep(self, slot: int, length: int) -> int:
-        kept = length if self.info.capabilities.trim else 0
-        self.memory[slot] = self.memory.get(slot, [])[:kept]
-        return kept
+        memory = self.memory.get(slot, [])
+        if not self._trim and length < len(memory):
+            known = self.checkpoints.get(slot, [])
+            usable = len(known) <= length and memory[: len(known)] == known
+            length = len(known) if usable else 0
+        self.memory[slot] = memory[:length]
+        if length == 0:
+            self.checkpoints.pop(slot, None)
+        return len(self.memory[slot])
 
     def close(self) -> None:
         self.closed = True
@@ -92,7 +91,50 @@ class FakeRunner:
         return tokens[len(prompt) :]
 
     def _score(self, tokens: Sequence[int]) -> Logits:
-        total = sum((index + 1) * (token + 7) for index, token in enumerate(tokens))
-        scores = np.zeros(self.info.vocabulary_size, np.float32)
-        scores[1 + total % (self.info.vocabulary_size - 1)] = 1.0
+        total = len(tokens) ** 2 + sum((index + 1) * (token + 7) for index, token in enumerate(tokens))
+        if self._wrong_every and len(tokens) % self._wrong_every == 0:
+            total += 1
+        scores = np.zeros(self._vocabulary, np.float32)
+        scores[1 + total % (self._vocabulary - 1)] = 1.0
         return scores
+
+
+class FakeRunner(FakeDecoder):
+    """Implements `engine.batch.Runner`; the pieces of its tokens are ASCII letters. `capacity` is the decoder's size."""
+
+    def __init__(
+        self,
+        *,
+        slots: int = 2,
+        capacity: int = 64,
+        slot_context: int = 32,
+        vocabulary: int = 64,
+        trim: bool = True,
+        draft: FakeDecoder | None = None,
+    ) -> None:
+        super().__init__(size=capacity, vocabulary=vocabulary, trim=trim)
+        self.draft = draft
+        self.info = ModelInfo(
+            name="fake",
+            description="arithmetic",
+            architecture="fake",
+            parameters=0,
+            size_bytes=0,
+            vocabulary_size=vocabulary,
+            embedding_size=1,
+            layers=1,
+            trained_context=slot_context,
+            context=capacity,
+            slot_context=slot_context,
+            slots=slots,
+            capabilities=Capabilities(
+                trim=trim,
+                recurrent=False,
+                hybrid=not trim,
+                sliding_window=0,
+                rollback=Rollback.TRIM if trim else Rollback.CHECKPOINT,
+            ),
+            chat_template=None,
+        )
+        self.end_tokens = frozenset({END})
+        self.pieces = [b"" if token == END else bytes([97 + token % 26]) for token in range(vocabulary)]

@@ -14,7 +14,7 @@ from service.engine.batch import Runner, Sampler
 from service.engine.core import Core, Outcome
 from service.engine.outbox import Outbox
 from service.engine.sequence import Sequence
-from service.engine.settings import SchedulingSettings
+from service.engine.settings import SchedulingSettings, SpeculationSettings
 from service.engine.types import Finished, Request
 from service.errors import EngineFailure, SlotwireError, Unavailable
 
@@ -33,9 +33,11 @@ class Engine(Generic[R]):
     comes back in one wake-up of the loop, however many requests it was for.
     """
 
-    def __init__(self, load: Callable[[], R], settings: SchedulingSettings) -> None:
+    def __init__(
+        self, load: Callable[[], R], settings: SchedulingSettings, speculation: SpeculationSettings | None = None
+    ) -> None:
         self._load = load
-        self._settings = settings
+        self._settings, self._speculation = settings, speculation
         self._commands: queue.SimpleQueue[_Command | None] = queue.SimpleQueue()
         self._outboxes: dict[str, Outbox] = {}
         self._thread = threading.Thread(target=self._main, name="slotwire-engine", daemon=True)
@@ -106,7 +108,7 @@ class Engine(Generic[R]):
         except BaseException as error:
             self._loop.call_soon_threadsafe(_set_exception, self._loaded, error)
             return
-        core = Core(runner, self._settings)
+        core = Core(runner, self._settings, self._speculation)
         self._loop.call_soon_threadsafe(_set_result, self._loaded, runner)
         try:
             while self._obey(core):

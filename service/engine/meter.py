@@ -12,7 +12,10 @@ class Meter:
 
     def __init__(self) -> None:
         self._requests = self._prompt = self._reused = self._generated = self._steps = 0
-        self._busy_seconds = self._decode_seconds = 0.0
+        self._busy_seconds = self._decode_seconds = self._draft_seconds = 0.0
+        self._decodes = self._rounds = self._flushes = self._checkpoints = 0
+        self._drafted = self._accepted = self._replayed = 0
+        self._verified = self._flushed = False  # in the step at hand
         self._prompt_rate = self._generation_rate = self._rows = self._seconds = 0.0
 
     def request(self, reused: int) -> None:
@@ -22,11 +25,33 @@ class Meter:
 
     def decode(self, seconds: float) -> None:
         """The runner was at work this long, as a part of a step."""
+        self._decodes += 1
         self._decode_seconds += seconds
+
+    def draft(self, seconds: float) -> None:
+        """Drafts took this long, as a part of a step."""
+        self._draft_seconds += seconds
+
+    def checkpoints(self, count: int) -> None:
+        self._checkpoints += count
+
+    def round(self, drafted: int, accepted: int) -> None:
+        """A slot's draft was verified."""
+        self._drafted += drafted
+        self._accepted += accepted
+        self._verified = True
+
+    def replay(self, tokens: int) -> None:
+        """Accepted tokens of a slot were computed again."""
+        self._replayed += tokens
+        self._flushed = self._flushed or tokens > 0
 
     def step(self, rows: int, prompt_rows: int, drawn: int, seconds: float) -> None:
         """A step was done: its rows, how many of them were of prompts, the tokens drawn, and its duration."""
         self._steps += 1
+        self._rounds += self._verified
+        self._flushes += self._flushed and not self._verified
+        self._verified = self._flushed = False
         self._busy_seconds += seconds
         self._generated += drawn
         self._prompt += prompt_rows
@@ -64,4 +89,12 @@ class Meter:
             step_seconds=self._seconds,
             busy_seconds=self._busy_seconds,
             decode_seconds=self._decode_seconds,
+            decodes=self._decodes,
+            rounds=self._rounds,
+            flushes=self._flushes,
+            checkpoints=self._checkpoints,
+            drafted_tokens=self._drafted,
+            accepted_tokens=self._accepted,
+            replayed_tokens=self._replayed,
+            draft_seconds=self._draft_seconds,
         )

@@ -2,40 +2,65 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from service.engine.batch import Segment
 from service.engine.slots import Slot
 
+Drafts = Mapping[int, Sequence[int]]
+"""Drafted tokens by slot."""
+
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The segments of one decode: `generating` of one row each come first, then `prompt_rows` rows of prompts."""
+    """The segments of one decode: those of `generating` slots first, then the replays of idle ones, then `prompt_rows`
+    rows of prompts.
+    """
 
     segments: list[Segment]
     generating: int
     prompt_rows: int
 
+    @property
+    def rows(self) -> int:
+        return sum(len(segment.tokens) for segment in self.segments)
 
-def plan(slots: Iterable[Slot], prompt_rows: int) -> Plan:
-    """One row for each generating slot, then at most `prompt_rows` of prompts.
+
+def plan(slots: Sequence[Slot], prompt_rows: int, max_rows: int, drafts: Drafts) -> Plan:
+    """For each generating slot its replay, its newest token and its draft, for each idle one its replay, then at most
+    `prompt_rows` of prompts; all in all at most `max_rows` rows.
 
     Prompts are served in the order in which they came to their slots, so that the first one is done soonest.
     """
-    busy = [(slot, slot.sequence) for slot in slots if slot.sequence is not None]
-    segments = [
-        Segment(slot.id, (sequence.pending,), len(slot.tokens), output=True)
-        for slot, sequence in busy
-        if sequence.pending is not None
-    ]
-    generating, left = len(segments), prompt_rows
-    prompts = [(slot, sequence) for slot, sequence in busy if sequence.pending is None]
-    for slot, sequence in sorted(prompts, key=lambda pair: pair[0].used):
+    generating = [slot for slot in slots if slot.sequence is not None and slot.sequence.pending is not None]
+    room = max_rows - len(generating) - sum(map(len, drafts.values()))
+    segments = []
+    for slot in generating:
+        segments.append(_round(slot, drafts.get(slot.id, ()), room))
+        room -= min(len(slot.replay), room)
+    for slot in slots:
+        if slot.replay and slot.sequence is None and room > 0:
+            segments.append(Segment(slot.id, slot.replay[:room], len(slot.tokens)))
+            room -= len(segments[-1].tokens)
+    prompts = [slot for slot in slots if slot.sequence is not None and slot.sequence.pending is None]
+    left = share = min(room, prompt_rows)
+    for slot in sorted(prompts, key=lambda slot: slot.used):
         if left <= 0:
             break
-        start, prompt = len(slot.tokens), sequence.request.tokens
+        assert slot.sequence is not None
+        start, prompt = len(slot.tokens), slot.sequence.request.tokens
         chunk = prompt[start : start + left]
-        segments.append(Segment(slot.id, chunk, start, output=start + len(chunk) == len(prompt)))
+        segments.append(Segment(slot.id, chunk, start, outputs=int(start + len(chunk) == len(prompt))))
         left -= len(chunk)
-    return Plan(segments, generating, prompt_rows - left if prompts else 0)
+    return Plan(segments, len(generating), share - left)
+
+
+def _round(slot: Slot, draft: Sequence[int], room: int) -> Segment:
+    """The rows of a generating slot; where there is no room for its whole replay, a part of that alone."""
+    assert slot.sequence is not None
+    assert slot.sequence.pending is not None
+    start = len(slot.tokens)
+    if len(slot.replay) > room:
+        return Segment(slot.id, slot.replay[: room + 1 + len(draft)], start)
+    return Segment(slot.id, (*slot.replay, slot.sequence.pending, *draft), start, outputs=1 + len(draft))

@@ -7,6 +7,7 @@ from collections.abc import Sequence as Tokens
 import numpy as np
 
 from service.engine.batch import Logits, Sampler
+from service.engine.tally import Tally
 from service.engine.text import TextStream
 from service.engine.types import (
     Delta,
@@ -29,6 +30,7 @@ class Sequence:
         self.generated = 0
         self.pending: int | None = None
         """The newest token, whose state is not in the cache yet; None while the prompt is processed."""
+        self.tally = Tally()
         self.started = self.first_token = 0.0
         self._text = TextStream(request.stop)
         self._unsent: list[int] = []
@@ -71,6 +73,7 @@ class Sequence:
             usage=Usage(len(self.request.tokens), self.reused, self.generated),
             timings=Timings(queue=started - self.request.arrived, prompt=first - started, generation=now - first),
             stop=self._text.stop if reason is FinishReason.STOP else "",
+            speculation=self.tally.result(),
         )
 
     def _delta(self, text: str) -> Delta:

@@ -12,8 +12,9 @@ from typing import Literal
 
 CacheType = Literal["f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_nl"]
 
-
 Grammars = Literal["all", "schemas", "none"]
+RollbackChoice = Literal["auto", "trim", "snapshots", "checkpoint"]
+DraftSource = Literal["auto", "none", "ngram", "model", "both"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +71,7 @@ class ContextSettings:
         yarn_beta_fast: YaRN low correction dimension; negative: the model's.
         yarn_beta_slow: YaRN high correction dimension; negative: the model's.
         yarn_orig_ctx: The context that the model was trained with, for YaRN. 0: the model's.
+        deterministic: Let a text depend on its request alone, bit for bit, in micro-batches of at most 32 rows.
     """
 
     slots: int = 4
@@ -92,6 +94,7 @@ class ContextSettings:
     yarn_beta_fast: float = -1.0
     yarn_beta_slow: float = -1.0
     yarn_orig_ctx: int = 0
+    deterministic: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,3 +114,45 @@ class SchedulingSettings:
     outbox_tokens: int = 8192
     outbox_seconds: float = 30.0
     grammars: Grammars = "all"
+
+
+@dataclass(frozen=True, slots=True)
+class SpeculationSettings:
+    """Whether tokens are drafted, and how rejected ones are dropped from the memory.
+
+    Attributes:
+        draft: Where drafts come from. `auto`: from both with a draft model, from nowhere without one.
+        draft_model: GGUF file of the draft model, which has the target's vocabulary.
+        draft_max: The most tokens of a draft; how many are drafted is decided by what is measured.
+        draft_context: Tokens that all slots hold together in the draft's context. 0: as many as in the target's.
+        draft_gpu_layers: Layers of the draft on the GPU; -1 is all of them.
+        draft_cache_type_k: Type of the draft's cached keys.
+        draft_cache_type_v: Type of the draft's cached values; a quantized one needs flash attention.
+        rollback: How rejected tokens are dropped from the target's memory; `auto` takes the best that works.
+        snapshot_memory: Bytes that recurrent snapshots may take before `auto` takes checkpoints instead.
+    """
+
+    draft: DraftSource = "auto"
+    draft_model: Path | None = None
+    draft_max: int = 16
+    draft_context: int = 0
+    draft_gpu_layers: int = -1
+    draft_cache_type_k: CacheType = "f16"
+    draft_cache_type_v: CacheType = "f16"
+    rollback: RollbackChoice = "auto"
+    snapshot_memory: int = 512 << 20
+
+    @property
+    def ngram(self) -> bool:
+        """Whether drafts are looked up in the slot's own text."""
+        return self.draft in ("ngram", "both") or (self.draft == "auto" and self.draft_model is not None)
+
+    @property
+    def model(self) -> Path | None:
+        """The draft model that is in use."""
+        return self.draft_model if self.draft in ("auto", "model", "both") else None
+
+    @property
+    def rows(self) -> int:
+        """Rows of a slot that a step may verify beside its newest token."""
+        return self.draft_max if self.ngram or self.model else 0

@@ -13,10 +13,13 @@ from service.engine.types import Request, SlotInfo, SlotState
 
 @dataclass(slots=True, eq=False)
 class Slot:
-    """One seat of the engine. `tokens` are those whose state the cache holds."""
+    """One seat of the engine. `tokens` are those whose state the memory holds, `replay` the ones behind them whose state
+    has to be computed again.
+    """
 
     id: int
     tokens: list[int] = field(default_factory=list)
+    replay: list[int] = field(default_factory=list)
     cache_key: str = ""
     session: str | None = None
     sequence: Sequence | None = None
@@ -30,6 +33,11 @@ class Slot:
     @property
     def busy(self) -> bool:
         return self.sequence is not None
+
+    @property
+    def length(self) -> int:
+        """Tokens that the memory holds, or is about to hold again."""
+        return len(self.tokens) + len(self.replay)
 
     @property
     def state(self) -> SlotState:

@@ -82,6 +82,18 @@ class Sampling:
 
 
 @dataclass(frozen=True, slots=True)
+class DraftOptions:
+    """How much a request speculates. `n_max` is the most tokens of a draft (0: none at all, None: the server's limit);
+    a draft of fewer than `n_min` tokens is not worth a round. A draft model stops before a token that it gives less
+    than `p_min`.
+    """
+
+    n_max: int | None = None
+    n_min: int = 0
+    p_min: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class Request:
     """One generation, checked and tokenized. Times are seconds of `time.monotonic`."""
 
@@ -96,6 +108,7 @@ class Request:
     session: str | None = None
     cache_key: str = ""
     reuse_prefix: bool = True
+    draft: DraftOptions = field(default_factory=DraftOptions)
     progress: bool = False
     arrived: float = 0.0
     time_limit_at: float | None = None
@@ -128,6 +141,22 @@ class Timings:
     queue: float
     prompt: float
     generation: float
+
+
+@dataclass(frozen=True, slots=True)
+class Speculation:
+    """What speculation did for a request. All but the time are tokens, or rounds that verified a draft.
+
+    `accepted_at[i]` counts the rounds that accepted their draft's token i; `replayed` are accepted tokens that were
+    computed again after a checkpoint came back. `draft_seconds` is the request's share of the draft's time.
+    """
+
+    drafted: int = 0
+    accepted: int = 0
+    rounds: int = 0
+    accepted_at: tuple[int, ...] = ()
+    replayed: int = 0
+    draft_seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,6 +196,7 @@ class Finished:
     usage: Usage
     timings: Timings
     stop: str = ""
+    speculation: Speculation = field(default_factory=Speculation)
 
 
 Event = Started | Progress | Delta | Finished
@@ -199,7 +229,9 @@ class SlotInfo:
 class Load:
     """Counters since start and smoothed rates (tokens a second, rows a step, seconds a step).
 
-    `busy_seconds` is the time of all steps since start, `decode_seconds` the part of it inside the runner's decode.
+    `busy_seconds` is the time of all steps since start, `decode_seconds` the part of it inside the runner's decode,
+    `draft_seconds` the part for drafts. `decodes` are those of the target, `rounds` those of them that verified drafts,
+    `flushes` those that computed nothing but accepted tokens again, `checkpoints` those taken of the target.
     """
 
     slots: int = 0
@@ -219,6 +251,25 @@ class Load:
     step_seconds: float = 0.0
     busy_seconds: float = 0.0
     decode_seconds: float = 0.0
+    decodes: int = 0
+    rounds: int = 0
+    flushes: int = 0
+    checkpoints: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
+    replayed_tokens: int = 0
+    draft_seconds: float = 0.0
+
+
+class Rollback(enum.Enum):
+    """How rejected tokens are dropped from the memory."""
+
+    TRIM = "trim"
+    """Attention: the end of a sequence is removed."""
+    SNAPSHOTS = "snapshots"
+    """Recurrent states of the last tokens are kept, and one of them comes back."""
+    CHECKPOINT = "checkpoint"
+    """One copy on the device from before the round comes back, and accepted tokens are computed again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,6 +280,9 @@ class Capabilities:
     recurrent: bool
     hybrid: bool
     sliding_window: int
+    rollback: Rollback
+    deterministic: bool = False
+    """Texts depend on their requests alone: it was asked for, and a test at start confirmed it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,7 +34,7 @@ def loaded(path: Path = TINY, model: ModelSettings | None = None, **context: obj
 def scores(runner: LlamaRunner, tokens: Sequence[int] = PROMPT) -> np.ndarray:
     """Logits after `tokens` in slot 0."""
     runner.keep(0, 0)
-    assert runner.decode([Segment(0, tokens, 0, output=True)]) is DecodeStatus.OK
+    assert runner.decode([Segment(0, tokens, 0, outputs=1)]) is DecodeStatus.OK
     return runner.logits(0).copy()
 
 
@@ -148,26 +148,26 @@ def test_loading_reports_its_progress_and_can_be_given_up() -> None:
         shares.append(share)
         return True
 
-    load_runner(TINY, ModelSettings(), ContextSettings(context=256, threads=1), note).close()
+    load_runner(TINY, ModelSettings(), ContextSettings(context=256, threads=1), on_progress=note).close()
     assert shares == sorted(shares)
     assert shares[-1] == 1.0
     with pytest.raises(ConfigError, match="cannot load"):
-        load_runner(TINY, ModelSettings(), ContextSettings(context=256, threads=1), lambda share: False)
+        load_runner(TINY, ModelSettings(), ContextSettings(context=256, threads=1), on_progress=lambda share: False)
 
 
 def test_a_batch_that_would_abort_the_process_is_refused_before() -> None:
     with loaded(batch=32, ubatch=32) as runner:
         for rows in (0, 33):
             with pytest.raises(ValueError, match=f"{rows} rows"):
-                runner.decode([Segment(0, [5] * rows, 0, output=True)])
-        assert runner.decode([Segment(0, [5] * 32, 0, output=True)]) is DecodeStatus.OK
+                runner.decode([Segment(0, [5] * rows, 0, outputs=1)])
+        assert runner.decode([Segment(0, [5] * 32, 0, outputs=1)]) is DecodeStatus.OK
 
 
 def test_a_full_cache_changes_nothing() -> None:
     with loaded(context=256) as runner:
-        assert runner.decode([Segment(0, [5] * 250, 0, output=False)]) is DecodeStatus.OK
-        assert runner.decode([Segment(1, [6] * 10, 0, output=True)]) is DecodeStatus.NO_ROOM
-        assert runner.decode([Segment(0, [5] * 6, 250, output=True)]) is DecodeStatus.OK
+        assert runner.decode([Segment(0, [5] * 250, 0, outputs=0)]) is DecodeStatus.OK
+        assert runner.decode([Segment(1, [6] * 10, 0, outputs=1)]) is DecodeStatus.NO_ROOM
+        assert runner.decode([Segment(0, [5] * 6, 250, outputs=1)]) is DecodeStatus.OK
 
 
 def test_logits_belong_to_the_segments_that_asked_for_them() -> None:
@@ -175,8 +175,8 @@ def test_logits_belong_to_the_segments_that_asked_for_them() -> None:
         alone = scores(runner, [1, 400, 401])
         runner.keep(0, 0)
         segments = [
-            Segment(1, PROMPT, 0, output=False),
-            Segment(0, [1, 400, 401], 0, output=True),
+            Segment(1, PROMPT, 0, outputs=0),
+            Segment(0, [1, 400, 401], 0, outputs=1),
         ]
         assert runner.decode(segments) is DecodeStatus.OK
         assert runner.logits(0).argmax() == alone.argmax()

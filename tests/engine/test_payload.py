@@ -52,7 +52,7 @@ def context_of(path: Path, **settings: object) -> Iterator[Context]:
 def decode(context: Context, sequence: int, start: int, count: int) -> None:
     for first in range(start, start + count, 32):
         tokens = [100 + place % 300 for place in range(first, min(first + 32, start + count))]
-        assert context.decode([Segment(sequence, tokens, first, output=False)]) is DecodeStatus.OK
+        assert context.decode([Segment(sequence, tokens, first, outputs=0)]) is DecodeStatus.OK
 
 
 def state(context: Context, sequence: int, flags: int = 0) -> bytes:

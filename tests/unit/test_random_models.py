@@ -41,7 +41,7 @@ def prefill(runner: LlamaRunner, tokens: list[int], *, start: int = 0, rows: int
     """Decode `tokens[start:]` in chunks of `rows`; returns the logits of the last one."""
     for at in range(start, len(tokens), rows):
         chunk = tokens[at : at + rows]
-        assert runner.decode([Segment(slot, chunk, at, output=True)]) is DecodeStatus.OK
+        assert runner.decode([Segment(slot, chunk, at, outputs=1)]) is DecodeStatus.OK
     return runner.logits(0).copy()
 
 

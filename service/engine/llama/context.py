@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import logging
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import llama_cpp
@@ -12,9 +13,12 @@ import numpy as np
 import psutil
 
 from service.engine.batch import DecodeStatus, Logits, Segment
-from service.engine.llama import library
+from service.engine.llama import invariant, library
+from service.engine.llama.bits import keeps_its_bits
+from service.engine.llama.memory import Memory
 from service.engine.llama.model import Model
-from service.engine.settings import ContextSettings
+from service.engine.settings import ContextSettings, RollbackChoice
+from service.engine.types import Rollback
 from service.errors import ConfigError
 
 log = logging.getLogger("slotwire.engine")
@@ -29,66 +33,128 @@ _GGML_TYPES = {
 }  # fmt: skip
 
 
-class Context:
-    """The target context. Sequence i belongs to slot i, one more is scratch.
+@dataclass(frozen=True, slots=True)
+class Drafting:
+    """What a context is prepared for: `rows` drafted tokens of a slot in a decode, dropped again by `rollback`.
 
-    All sequences share one unified cache of `size` tokens. Not thread-safe: the engine's thread owns it.
-    Source: `llama_init_from_model`, `llama_decode` and `llama_memory_*` of llama.h.
+    `snapshot_bytes` is what recurrent snapshots may take before `auto` does without them.
     """
 
-    def __init__(self, model: Model, settings: ContextSettings) -> None:
+    rows: int = 0
+    rollback: RollbackChoice = "auto"
+    snapshot_bytes: int = 0
+
+
+class Context:
+    """The context of a target or of a draft model. Sequence i belongs to slot i, one more is scratch.
+
+    All sequences share one unified cache of `size` tokens. Not thread-safe: the engine's thread owns it.
+    Source: `llama_init_from_model` and `llama_decode` of llama.h.
+    """
+
+    def __init__(self, model: Model, settings: ContextSettings, drafting: Drafting = Drafting()) -> None:  # noqa: B008
         if not 1 <= settings.slots <= MAX_SLOTS:
             raise ConfigError(f"slots: {settings.slots} is not in [1, {MAX_SLOTS}]")
         self.scratch = settings.slots
-        library.clear_complaints()
-        self.handle = llama_cpp.llama_init_from_model(model.handle, _params(model, settings))
-        if not self.handle:
-            why = library.last_complaint("llama.cpp gave no reason")
-            raise ConfigError(f"context: cannot be made: {why}", reason="CONTEXT_UNUSABLE")
+        self.handle: Any = None
+        self.size = self.max_rows = self.max_outputs = 0
+        self._invariant = False
+        self.micro_batch = 0
+        self._attends = not llama_cpp.llama_model_is_recurrent(model.handle)
+        self.recurrent = not self._attends or bool(llama_cpp.llama_model_is_hybrid(model.handle))
+        self.vocabulary: int = llama_cpp.llama_vocab_n_tokens(model.vocab_handle)
+        self._logits: Logits = np.empty((0, self.vocabulary), np.float32)
         try:
-            self._set_up(model, settings)
+            self._open_best(model, settings, drafting)
+            self.deterministic = settings.deterministic and keeps_its_bits(self)
         except BaseException:
             self.close()
             raise
 
-    def _set_up(self, model: Model, settings: ContextSettings) -> None:
-        self._memory = llama_cpp.llama_get_memory(self.handle)
-        self._vocabulary: int = llama_cpp.llama_vocab_n_tokens(model.vocab_handle)
+    def _open_best(self, model: Model, settings: ContextSettings, drafting: Drafting) -> None:
+        """With snapshots, where they are wanted, there are any, and they are not too large; else without."""
+        wanted = drafting.rows if self.recurrent and drafting.rollback in ("auto", "snapshots") else 0
+        if settings.deterministic:  # decodes in parts, between which snapshots are lost
+            wanted = 0
+        self._open(model, settings, drafting, snapshots=wanted)
+        snapshots = self._snapshots
+        if snapshots and drafting.rollback == "auto" and snapshots * self._state_bytes > drafting.snapshot_bytes:
+            log.info("no snapshots: they would take %d MiB", snapshots * self._state_bytes >> 20)
+            self.close()
+            self._open(model, settings, drafting, snapshots=0)
+        if drafting.rollback not in ("auto", self.rollback.value):
+            raise ConfigError(
+                f"rollback: {drafting.rollback} does not work with this model's memory, {self.rollback.value} does",
+                reason="ROLLBACK_UNUSABLE",
+            )
+
+    def _open(self, model: Model, settings: ContextSettings, drafting: Drafting, snapshots: int) -> None:
+        library.clear_complaints()
+        params = _params(model, settings, drafting.rows, snapshots)
+        self.handle = llama_cpp.llama_init_from_model(model.handle, params)
+        if not self.handle:
+            why = library.last_complaint("llama.cpp gave no reason")
+            raise ConfigError(f"context: cannot be made: {why}", reason="CONTEXT_UNUSABLE")
         self._window: int = 0 if settings.swa_full else llama_cpp.llama_model_n_swa(model.handle)
-        self.size: int = llama_cpp.llama_n_ctx(self.handle)
+        self.size = llama_cpp.llama_n_ctx(self.handle)
         self.max_rows = self._max_rows(settings.slots)
+        self.max_outputs = params.n_outputs_max
         self.batch = Batch(self.max_rows)
-        self._logits: Logits = np.empty((0, self._vocabulary), np.float32)
+        self.micro_batch = llama_cpp.llama_n_ubatch(self.handle)
         model.apply_adapters(self.handle)
-        self.can_trim = self._probe()
+        self._snapshots: int = llama_cpp.llama_n_rs_seq(self.handle)
+        self.memory = Memory(self.handle, Rollback.TRIM)
+        self.rollback, self._state_bytes = self._probe(settings.slots)
+        self.memory = Memory(self.handle, self.rollback, window=self._window, snapshots=self._snapshots)
+        self._invariant = settings.deterministic
 
     def decode(self, segments: Sequence[Segment]) -> DecodeStatus:
-        """Compute the rows of all segments in one `llama_decode`."""
-        outputs = self.batch.fill(segments)
+        """Compute the rows of all segments; in one `llama_decode`, where that gives every row its own bits."""
+        if not self._invariant:
+            return self._decode(segments)
+        parts = invariant.parts(segments, self.micro_batch, self.scratch, recurrent=self.recurrent)
+        rows = sum(len(segment.tokens) for part in parts for segment in part.segments)
+        if len(parts) > 1 and self._attends and rows > self.size - self.memory.total(self.scratch):
+            return DecodeStatus.NO_ROOM  # found out before a part of it is done
+        gathered = np.empty((sum(segment.outputs for segment in segments), self.vocabulary), np.float32)
+        for index, part in enumerate(parts):
+            status = self._decode(part.segments)
+            self.memory.clear(self.scratch)
+            if status is not DecodeStatus.OK:
+                return status if index == 0 else DecodeStatus.FAILED
+            if len(parts) == 1:  # the library's own buffer will do
+                return status
+            row = 0
+            for segment, place in zip(part.segments, part.outputs, strict=True):
+                gathered[place : place + segment.outputs] = self._logits[row : row + segment.outputs]
+                row += segment.outputs
+        self._logits = gathered
+        return DecodeStatus.OK
+
+    def _decode(self, segments: Sequence[Segment]) -> DecodeStatus:
+        outputs = self.batch.fill(segments, self.max_outputs)
         status: int = llama_cpp.llama_decode(self.handle, self.batch.struct)
         if status == 1:
             return DecodeStatus.NO_ROOM
         if status != 0:
             log.error("decode failed: status %d, %d rows: %s", status, self.batch.rows, library.last_complaint("?"))
             return DecodeStatus.FAILED
+        self.memory.decoded(segments)
         if outputs:
             address = ctypes.cast(llama_cpp.llama_get_logits(self.handle), ctypes.c_void_p).value
             self._view_logits(address, outputs)
         return DecodeStatus.OK
 
     def logits(self, index: int) -> Logits:
-        """Of the index-th output row of the last decode, shape [vocabulary]; a view into the library's buffer."""
+        """Of the index-th output row of the last decode, shape [vocabulary]; valid until the next one."""
         row: Logits = self._logits[index]
         return row
 
-    def keep(self, sequence: int, length: int) -> int:
-        """Drop the tokens of `sequence` from position `length` on; returns `length`, or 0 if it had to be emptied."""
-        if length and self._window_lost(sequence, length):
-            length = 0
-        if llama_cpp.llama_memory_seq_rm(self._memory, sequence, length or -1, -1):
-            return length
-        llama_cpp.llama_memory_seq_rm(self._memory, sequence, -1, -1)  # a whole sequence can always go
-        return 0
+    def checkpoint(self, slot: int) -> bool:
+        return self.memory.checkpoint(slot)
+
+    def keep(self, slot: int, length: int) -> int:
+        return self.memory.keep(slot, length)
 
     def close(self) -> None:
         if self.handle:
@@ -110,25 +176,26 @@ class Context:
     def _view_logits(self, address: int | None, rows: int) -> None:
         """Point `_logits` at the library's buffer; a new view only when it moved or has too few rows."""
         if self._logits.shape[0] < rows or self._logits.ctypes.data != address:
-            floats = (ctypes.c_float * (rows * self._vocabulary)).from_address(address or 0)
-            self._logits = np.ctypeslib.as_array(floats).reshape(rows, self._vocabulary)
+            floats = (ctypes.c_float * (rows * self.vocabulary)).from_address(address or 0)
+            self._logits = np.ctypeslib.as_array(floats).reshape(rows, self.vocabulary)
 
-    def _window_lost(self, sequence: int, length: int) -> bool:
-        """True where sliding-window layers no longer have the tokens that position `length` looks back at."""
-        if not self._window:
-            return False
-        oldest: int = llama_cpp.llama_memory_seq_pos_min(self._memory, sequence)
-        return oldest > max(0, length - self._window)
-
-    def _probe(self) -> bool:
-        """Warm the library up and find out whether the end of a sequence can be dropped, by doing it."""
+    def _probe(self, slots: int) -> tuple[Rollback, int]:
+        """Warm the library up and find out by doing it whether the end of a sequence can be dropped, and how many bytes
+        the states of all sequences take that cannot be dropped.
+        """
         tokens = [0, 0]
         for start in range(len(tokens)):  # one row each, as when generating
-            if self.decode([Segment(self.scratch, tokens[:1], start, output=True)]) is not DecodeStatus.OK:
+            if self.decode([Segment(self.scratch, tokens[:1], start, outputs=1)]) is not DecodeStatus.OK:
                 raise ConfigError("context: the first decode failed: " + library.last_complaint("no reason given"))
-        trimmed = bool(llama_cpp.llama_memory_seq_rm(self._memory, self.scratch, 1, -1))
-        llama_cpp.llama_memory_seq_rm(self._memory, self.scratch, -1, -1)
-        return trimmed
+        handle = llama_cpp.llama_get_memory(self.handle)
+        size: int = llama_cpp.llama_state_seq_get_size_ext(
+            self.handle, self.scratch, llama_cpp.LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY
+        )
+        trimmed = bool(llama_cpp.llama_memory_seq_rm(handle, self.scratch, 1, -1))
+        self.memory.clear(self.scratch)
+        if self.recurrent and self._snapshots:
+            return Rollback.SNAPSHOTS, size * (slots + 1)
+        return Rollback.TRIM if trimmed else Rollback.CHECKPOINT, size * (slots + 1)
 
 
 class Batch:
@@ -158,10 +225,10 @@ class Batch:
             logits=self._outputs.ctypes.data_as(ctypes.POINTER(ctypes.c_int8)),
         )  # fmt: skip
 
-    def fill(self, segments: Sequence[Segment]) -> int:
+    def fill(self, segments: Sequence[Segment], max_outputs: int) -> int:
         """Write the rows of `segments`; returns how many of them have an output.
 
-        Raises ValueError where they are more than there is room for, which would abort the process.
+        Raises ValueError where rows or outputs are more than there is room for, which would abort the process.
         """
         total = sum(len(segment.tokens) for segment in segments)
         if not 0 < total <= len(self.tokens):
@@ -179,15 +246,17 @@ class Batch:
                 self.tokens[row:end] = segment.tokens
                 np.add(self._ramp[:count], segment.start, out=self.positions[row:end])
                 self._sequences[row:end] = segment.slot
-            if segment.output:
-                self._outputs[end - 1] = 1
-                outputs += 1
+            if segment.outputs:
+                self._outputs[end - segment.outputs : end] = 1
+                outputs += segment.outputs
             row = end
+        if outputs > max_outputs:
+            raise ValueError(f"{outputs} outputs; at most {max_outputs}")
         self.rows = self.struct.n_tokens = total
         return outputs
 
 
-def _params(model: Model, settings: ContextSettings) -> Any:
+def _params(model: Model, settings: ContextSettings, draft_rows: int, snapshots: int) -> Any:
     """`llama_context_params` for the settings."""
     trained: int = llama_cpp.llama_model_n_ctx_train(model.handle)
     threads = settings.threads or psutil.cpu_count(logical=False) or 1
@@ -195,8 +264,13 @@ def _params(model: Model, settings: ContextSettings) -> Any:
     params.n_ctx = settings.context or min(trained, DEFAULT_CONTEXT)
     params.n_batch = settings.batch
     params.n_ubatch = min(settings.ubatch, settings.batch)
+    if settings.deterministic:
+        params.n_ubatch = min(params.n_ubatch, invariant.MICRO_BATCH)
+        params.n_batch -= params.n_batch % params.n_ubatch  # so that there always is room for the row that is added
     params.n_seq_max = settings.slots + 1
-    params.n_outputs_max = settings.slots + 1  # logits of one row a slot; more would abort, and room costs memory
+    # More outputs than this would abort; room for them is only taken when they come.
+    params.n_outputs_max = max(settings.slots + 1, min(settings.slots * (1 + draft_rows), params.n_batch))
+    params.n_rs_seq = min(snapshots, params.n_ubatch - 2)  # as many and one more abort in llama_batch_allocr
     params.n_threads = threads
     params.n_threads_batch = settings.threads_batch or threads
     params.flash_attn_type = _FLASH[settings.flash_attention]

@@ -33,20 +33,23 @@ class Model:
     Source: `llama_model_load_from_file` and the `llama_model_*` getters of llama.h.
     """
 
-    def __init__(self, path: Path, settings: ModelSettings, on_progress: OnProgress | None = None) -> None:
-        check_gguf("model", path)
+    def __init__(
+        self, path: Path, settings: ModelSettings, on_progress: OnProgress | None = None, *, field: str = "model"
+    ) -> None:
+        """`field` is the setting that named the file. Raises ConfigError."""
+        check_gguf(field, path)
         self.path = path
         library.clear_complaints()
         with _Params(settings, on_progress) as params:
             self.handle = llama_cpp.llama_model_load_from_file(str(path).encode(), params)
         if not self.handle:
             why = library.last_complaint("llama.cpp gave no reason")
-            raise ConfigError(f"model: cannot load {path}: {why}", reason="MODEL_UNUSABLE")
+            raise ConfigError(f"{field}: cannot load {path}: {why}", reason="MODEL_UNUSABLE")
         self.vocab_handle = llama_cpp.llama_model_get_vocab(self.handle)
         self._adapters: list[tuple[Any, float]] = []
         try:
             if not llama_cpp.llama_model_has_decoder(self.handle) or llama_cpp.llama_model_has_encoder(self.handle):
-                raise ConfigError(f"model: {path} is no decoder-only language model", reason="MODEL_KIND")
+                raise ConfigError(f"{field}: {path} is no decoder-only language model", reason="MODEL_KIND")
             self._adapters = [self._load_adapter(spec) for spec in settings.lora]
         except BaseException:
             self.close()

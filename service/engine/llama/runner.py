@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -9,27 +10,29 @@ import llama_cpp
 
 from service.engine.batch import DecodeStatus, Logits, Sampler, Segment
 from service.engine.llama import library
-from service.engine.llama.context import Context
+from service.engine.llama.context import Context, Drafting
+from service.engine.llama.draft import DraftRunner, load_draft
 from service.engine.llama.model import Model, OnProgress
 from service.engine.llama.samplers import ChainSampler, GreedySampler
 from service.engine.llama.vocabulary import Vocabulary
-from service.engine.settings import ContextSettings, ModelSettings
-from service.engine.types import Capabilities, ModelInfo, Request
+from service.engine.settings import ContextSettings, ModelSettings, SpeculationSettings
+from service.engine.types import Capabilities, ModelInfo, Request, Rollback
 from service.errors import ConfigError
 
 
 class LlamaRunner:
     """Implements `engine.batch.Runner`. Made, used and closed on one thread: the first and only one that computes.
 
-    A second thread with its own OpenMP team would slow each decode down for good.
+    A second thread with its own OpenMP team would slow each decode down for good. That is why the draft model, where
+    there is one, is computed on the same thread, too.
     """
 
-    def __init__(self, model: Model, context: Context, settings: ContextSettings) -> None:
-        self._model, self._context = model, context
+    def __init__(self, model: Model, context: Context, settings: ContextSettings, draft: DraftRunner | None) -> None:
+        self._model, self._context, self.draft = model, context, draft
         self.vocabulary = Vocabulary(model.vocab_handle)
         self.end_tokens = self.vocabulary.end_tokens
         self.pieces = self.vocabulary.pieces
-        self.max_rows = context.max_rows
+        self.size, self.max_rows, self.max_outputs = context.size, context.max_rows, context.max_outputs
         self.info = _info(model, context, settings, self.vocabulary.size)
 
     def decode(self, segments: Sequence[Segment]) -> DecodeStatus:
@@ -37,6 +40,9 @@ class LlamaRunner:
 
     def logits(self, index: int) -> Logits:
         return self._context.logits(index)
+
+    def checkpoint(self, slot: int) -> bool:
+        return self._context.checkpoint(slot)
 
     def keep(self, slot: int, length: int) -> int:
         return self._context.keep(slot, length)
@@ -50,21 +56,34 @@ class LlamaRunner:
         )
 
     def close(self) -> None:
+        if self.draft is not None:
+            self.draft.close()
         self._context.close()
         self._model.close()
 
 
 def load_runner(
-    path: Path, model_settings: ModelSettings, settings: ContextSettings, on_progress: OnProgress | None = None
+    path: Path,
+    model_settings: ModelSettings,
+    settings: ContextSettings,
+    speculation: SpeculationSettings = SpeculationSettings(draft="none"),  # noqa: B008
+    on_progress: OnProgress | None = None,
 ) -> LlamaRunner:
-    """Load the model and make its context, on the calling thread. Raises ConfigError with llama.cpp's own reason."""
+    """Load the models and make their contexts, on the calling thread. Raises ConfigError with llama.cpp's own reason."""
     library.route_log()
-    model = Model(path, model_settings, on_progress)
-    try:
-        return LlamaRunner(model, Context(model, settings), settings)
-    except BaseException:
-        model.close()
-        raise
+    drafting = Drafting(speculation.rows, speculation.rollback, speculation.snapshot_memory)
+    with contextlib.ExitStack() as undo:
+        model = Model(path, model_settings, on_progress)
+        undo.callback(model.close)
+        context = Context(model, settings, drafting)
+        undo.callback(context.close)
+        draft = None
+        if speculation.model is not None:
+            draft = load_draft(speculation.model, model, context.size, model_settings, settings, speculation)
+            undo.callback(draft.close)
+        runner = LlamaRunner(model, context, settings, draft)
+        undo.pop_all()
+        return runner
 
 
 def _info(model: Model, context: Context, settings: ContextSettings, vocabulary: int) -> ModelInfo:
@@ -86,10 +105,12 @@ def _info(model: Model, context: Context, settings: ContextSettings, vocabulary:
         slot_context=slot_context,
         slots=settings.slots,
         capabilities=Capabilities(
-            trim=context.can_trim,
+            trim=context.rollback is Rollback.TRIM,
             recurrent=bool(llama_cpp.llama_model_is_recurrent(model.handle)),
             hybrid=bool(llama_cpp.llama_model_is_hybrid(model.handle)),
             sliding_window=llama_cpp.llama_model_n_swa(model.handle),
+            rollback=context.rollback,
+            deterministic=context.deterministic,
         ),
         chat_template=model.chat_template,
     )

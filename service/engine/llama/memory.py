@@ -1,0 +1,132 @@
+"""The memory of a context's sequences: how the end of one is dropped.
+
+What llama.cpp would abort on is checked here before the call: putting a checkpoint back where there is none, or bytes
+that are not one. What it gets wrong without saying so, too: it offers recurrent snapshots of tokens that were not in
+the last decode.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import llama_cpp
+
+from service.engine.batch import Segment
+from service.engine.types import Rollback
+from service.errors import EngineFailure
+
+_CHECKPOINT = llama_cpp.LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY | llama_cpp.LLAMA_STATE_SEQ_FLAGS_ON_DEVICE
+
+
+@dataclass(frozen=True, slots=True)
+class _Checkpoint:
+    """`length` is that of the sequence, `data` what the library wants back; the tensors stay on the device."""
+
+    length: int
+    data: Any
+
+
+class Memory:
+    """Sequences by their numbers; positions are those of tokens. Not thread-safe.
+
+    `window` is that of sliding-window layers, 0 where there are none; `snapshots` the number of tokens whose recurrent
+    states are kept. Source: `llama_memory_seq_*` and `llama_state_seq_*_ext` of llama.h.
+    """
+
+    def __init__(self, context: Any, rollback: Rollback, *, window: int = 0, snapshots: int = 0) -> None:
+        self._context = context
+        self._handle = llama_cpp.llama_get_memory(context)
+        self._rollback, self._window, self._snapshots = rollback, window, snapshots
+        self._checkpoints: dict[int, _Checkpoint] = {}
+        self._fresh: dict[int, int] = {}
+        """Tokens that each sequence had in the last decode."""
+
+    def length(self, sequence: int) -> int:
+        """Tokens of a sequence."""
+        last: int = llama_cpp.llama_memory_seq_pos_max(self._handle, sequence)
+        return last + 1
+
+    def total(self, sequences: int) -> int:
+        """Tokens of the first `sequences` sequences together."""
+        return sum(map(self.length, range(sequences)))
+
+    def decoded(self, segments: Sequence[Segment]) -> None:
+        """To be called after each decode."""
+        if self._snapshots:
+            self._fresh = {segment.slot: len(segment.tokens) for segment in segments}
+
+    def checkpoint(self, sequence: int) -> bool:
+        """Copy the part of a sequence that cannot be dropped, on the device. Returns False where that is not needed."""
+        if self._rollback is not Rollback.CHECKPOINT:
+            return False
+        length, known = self.length(sequence), self._checkpoints.get(sequence)
+        if length <= 0 or (known is not None and known.length == length):
+            return False
+        size = llama_cpp.llama_state_seq_get_size_ext(self._context, sequence, _CHECKPOINT)
+        data = (ctypes.c_uint8 * size)()
+        self._checkpoints.pop(sequence, None)
+        if llama_cpp.llama_state_seq_get_data_ext(self._context, data, size, sequence, _CHECKPOINT) != size:
+            raise EngineFailure("a checkpoint could not be taken", reason="CHECKPOINT_FAILED")
+        self._checkpoints[sequence] = _Checkpoint(length, data)
+        return True
+
+    def keep(self, sequence: int, length: int) -> int:
+        """Drop the tokens from position `length` on. Returns how many are left: `length`; or fewer, those of the
+        checkpoint; or 0, where the sequence had to be emptied.
+        """
+        end = self.length(sequence)
+        if length >= end > 0:
+            return end
+        if length > 0 and self._can_drop(sequence, end, length) and self._remove(sequence, length):
+            self._fresh.pop(sequence, None)
+            self._invalidate(sequence, length)
+            return length
+        if length > 0 and (kept := self._go_back(sequence, length)):
+            return kept
+        self.clear(sequence)
+        return 0
+
+    def clear(self, sequence: int) -> None:
+        """Empty a sequence; a whole one can always go."""
+        self._checkpoints.pop(sequence, None)
+        self._fresh.pop(sequence, None)
+        self._remove(sequence, -1)
+
+    def _can_drop(self, sequence: int, end: int, length: int) -> bool:
+        match self._rollback:
+            case Rollback.TRIM:
+                return not self._window_lost(sequence, length)
+            case Rollback.SNAPSHOTS:
+                return end - length < min(self._fresh.get(sequence, 0), self._snapshots + 1)
+            case Rollback.CHECKPOINT:
+                return False
+
+    def _go_back(self, sequence: int, length: int) -> int:
+        """Put the checkpoint of a sequence back, if it is not behind `length`; returns its length, or 0."""
+        known = self._checkpoints.get(sequence)
+        if known is None or known.length > length:
+            return 0
+        size = len(known.data)
+        if llama_cpp.llama_state_seq_set_data_ext(self._context, known.data, size, sequence, _CHECKPOINT) != size:
+            return 0
+        # the attention part of a hybrid is no part of the checkpoint
+        return known.length if self._remove(sequence, known.length) else 0
+
+    def _invalidate(self, sequence: int, length: int) -> None:
+        """A checkpoint of tokens that are no longer there is of no use."""
+        known = self._checkpoints.get(sequence)
+        if known is not None and known.length > length:
+            del self._checkpoints[sequence]
+
+    def _remove(self, sequence: int, start: int) -> bool:
+        return bool(llama_cpp.llama_memory_seq_rm(self._handle, sequence, start, -1))
+
+    def _window_lost(self, sequence: int, length: int) -> bool:
+        """True where sliding-window layers no longer have the tokens that position `length` looks back at."""
+        if not self._window:
+            return False
+        oldest: int = llama_cpp.llama_memory_seq_pos_min(self._handle, sequence)
+        return oldest > max(0, length - self._window)

@@ -1,0 +1,228 @@
+"""Speculation: who drafts how many tokens in a step, and what is learned from the verdict.
+
+Two sources of drafts: the slot's own text (n-grams), which is free, and a draft model. Where both could draft, n-grams
+do, unless they are accepted much less.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence as Tokens
+from dataclasses import dataclass, field
+
+from service.engine.acceptance import Acceptance, Track
+from service.engine.batch import Decoder
+from service.engine.draft_model import DraftModel, Wish
+from service.engine.ngram import NgramIndex, Shadow
+from service.engine.settings import SpeculationSettings
+from service.engine.slots import Slot
+from service.engine.tempo import Candidate, Tempo
+from service.engine.types import DraftOptions, Request
+
+REPLAY_LIMIT = 32
+"""Tokens that may wait to be computed again; then a step without a draft computes them."""
+
+_PRIOR_MEMORY = 256  # trials of all slots together
+_PREFERENCE = 0.1  # a draft model has to be accepted that much more often than n-grams to be asked first
+_CATCH_UP = 64  # rows of a step in which the draft model reads what it has missed
+_OVERHEAD_WEIGHT = 0.1  # of the newest measurement
+
+
+@dataclass(slots=True)
+class _Text:
+    """The text of one request, and how drafts for it fare."""
+
+    options: DraftOptions
+    tokens: list[int]
+    index: NgramIndex | None
+    ngrams: Track
+    model: Track
+    shadow: Shadow = field(default_factory=Shadow)
+    drafting: Track | None = None
+    """Whose draft is being verified."""
+    match_length: int = 0
+    """Of the draft that is being verified, where it comes from n-grams."""
+
+
+@dataclass(slots=True)
+class _Offer:
+    """What a slot could draft; `proposal` is there for n-grams alone."""
+
+    slot: Slot
+    text: _Text
+    candidate: Candidate
+    proposal: list[int]
+    match_length: int
+
+
+class Speculation:
+    """Drafts for the slots of one engine. Not thread-safe.
+
+    `slot_context` is the most tokens of a slot. `draft` computes the draft model, where there is one.
+    """
+
+    def __init__(
+        self,
+        settings: SpeculationSettings,
+        slots: int,
+        slot_context: int,
+        draft: Decoder | None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._settings, self._slot_context, self._clock = settings, slot_context, clock
+        self.tempo = Tempo()
+        self._model = DraftModel(draft, slots, self.tempo.draft, clock) if draft is not None else None
+        self._ngram_prior, self._model_prior = Acceptance(memory=_PRIOR_MEMORY), Acceptance(memory=_PRIOR_MEMORY)
+        self._texts: dict[int, _Text] = {}
+        self._promising = True
+        """Whether the draft model was worth its time when it was last considered."""
+        self._overhead = 0.0
+
+    # the life of a text
+
+    def open(self, slot: Slot, request: Request) -> None:
+        """A request got a slot."""
+        if self._model is not None:
+            self._model.open(slot.id, request.tokens)
+        if request.draft.n_max == 0:
+            return
+        index = NgramIndex() if self._settings.ngram else None
+        if index is not None:
+            index.extend(request.tokens)
+        self._texts[slot.id] = _Text(
+            request.draft, list(request.tokens), index, Track(self._ngram_prior), Track(self._model_prior)
+        )
+
+    def close(self, slot: Slot) -> None:
+        """The request of a slot is over; the draft's memory stays for the next one."""
+        self._texts.pop(slot.id, None)
+
+    def forget(self, slot: Slot) -> None:
+        """The slot was emptied."""
+        if self._model is not None:
+            self._model.forget(slot.id)
+
+    def follow(self, slot: Slot) -> None:
+        """The target has read a part of its prompt; let the draft model read it too, if it is likely to be asked."""
+        if self._model is None or slot.id not in self._texts or not self._promising:
+            return
+        text = self._texts[slot.id].tokens
+        if self._model.has_room(slot.id, len(text) + self._settings.draft_max):
+            missing = len(slot.tokens) - (len(text) - self._model.backlog(slot.id, len(text)))
+            self._model.catch_up(slot.id, text, missing)
+
+    # a step
+
+    def draft(self, generating: Tokens[Slot], prompt_rows: int, room: int) -> dict[int, list[int]]:
+        """A draft for each slot for which one is expected to pay, in a step with `prompt_rows` rows of prompts and
+        `room` rows for drafts.
+        """
+        offers = [offer for slot in generating if (offer := self._offer(slot)) is not None]
+        if not offers:
+            return {}
+        counts = self.tempo.choose(
+            [offer.candidate for offer in offers], len(generating) - len(offers), prompt_rows, room
+        )
+        drafts: dict[int, list[int]] = {}
+        asked: list[tuple[_Offer, int]] = []
+        for offer, count in zip(offers, counts, strict=True):
+            n = count if count >= offer.text.options.n_min else 0
+            if offer.candidate.model:
+                asked += [(offer, n)] if n else []
+            elif n:
+                drafts[offer.slot.id] = offer.proposal[:n]
+                offer.text.drafting, offer.text.match_length = offer.text.ngrams, offer.match_length
+            elif offer.text.shadow.idle:
+                offer.text.shadow.watch(offer.proposal, offer.match_length)
+        if any(offer.candidate.model for offer in offers):
+            self._promising = bool(asked)
+        return drafts | self._ask_model(asked)
+
+    def cancel(self) -> None:
+        """The drafts of this step are not verified, for want of room."""
+        for text in self._texts.values():
+            text.drafting = None
+
+    def settle(self, slot: Slot, drawn: Tokens[int], drafted: int, accepted: int) -> None:
+        """The text of a slot went on with `drawn`; of `drafted` tokens the first `accepted` agreed with it."""
+        text = self._texts.get(slot.id)
+        if text is None:
+            return
+        if self._model is not None:
+            self._model.settle(slot.id, len(text.tokens) + min(accepted, len(drawn)))
+        text.tokens.extend(drawn)
+        for track in (text.ngrams, text.model):
+            if track is text.drafting:
+                track.record(len(drawn), drafted, accepted, text.match_length)
+            else:
+                track.record(len(drawn), 0, 0)
+        if text.index is not None:
+            text.index.extend(drawn)
+            decided = text.shadow.advance(drawn)
+            if decided is not None:
+                text.ngrams.watched(*decided, text.shadow.match_length)
+        text.drafting, text.match_length = None, 0
+
+    def observe_overhead(self, seconds: float) -> None:
+        """A round's checkpoint and its way back took this long."""
+        self._overhead += _OVERHEAD_WEIGHT * (seconds - self._overhead)
+
+    # choices
+
+    def _offer(self, slot: Slot) -> _Offer | None:
+        """What a slot could draft; None where it cannot draft at all."""
+        text, limit = self._texts.get(slot.id), self._limit(slot)
+        if text is None or limit < max(1, text.options.n_min) or len(slot.replay) >= REPLAY_LIMIT:
+            return None
+        proposal = text.index.propose(limit) if text.index is not None else []
+        match = text.index.match_length if text.index is not None and proposal else 0
+        model = self._model
+        if model is not None and not model.has_room(slot.id, len(text.tokens) + limit):
+            model = None
+        if proposal and (
+            model is None or text.ngrams.probability(match) + _PREFERENCE >= text.model.probability()
+        ):
+            candidate = Candidate(text.ngrams, len(proposal), text.ngrams.probability(match))
+        elif model is not None:
+            backlog = model.backlog(slot.id, len(text.tokens))
+            candidate = Candidate(text.model, limit, text.model.probability(), model=True, backlog=max(backlog - 2, 0))
+        else:
+            return None
+        candidate.overhead = self._overhead
+        return _Offer(slot, text, candidate, proposal, match)
+
+    def _limit(self, slot: Slot) -> int:
+        """The most tokens that a draft may have: more could not become text."""
+        sequence = slot.sequence
+        assert sequence is not None
+        request = sequence.request
+        limit = self._settings.draft_max
+        if request.draft.n_max is not None:
+            limit = min(limit, request.draft.n_max)
+        if request.max_tokens is not None:
+            limit = min(limit, request.max_tokens - sequence.generated - 1)
+        return min(limit, self._slot_context - slot.length - 1)
+
+    def _ask_model(self, asked: list[tuple[_Offer, int]]) -> dict[int, list[int]]:
+        """Drafts of the draft model. One that has much to read first reads a part of it instead."""
+        if self._model is None or not asked:
+            return {}
+        began = self._clock()
+        wishes, offers = [], []
+        for offer, n in asked:
+            slot, text = offer.slot.id, offer.text
+            if self._model.backlog(slot, len(text.tokens)) > _CATCH_UP:
+                self._model.catch_up(slot, text.tokens, _CATCH_UP)
+            else:
+                wishes.append(Wish(slot, text.tokens, n, text.options.p_min))
+                offers.append(offer)
+        drafts: dict[int, list[int]] = {}
+        for offer, draft in zip(offers, self._model.propose(wishes), strict=True):
+            if draft and len(draft) >= offer.text.options.n_min:
+                drafts[offer.slot.id] = draft
+                offer.text.drafting = offer.text.model
+        share = (self._clock() - began) / len(asked)
+        for offer, _ in asked:
+            assert offer.slot.sequence is not None
+            offer.slot.sequence.tally.draft_seconds += share
+        return drafts
