@@ -59,6 +59,7 @@ class Backend:
         self.started_at = time.time()
         self.state = BackendState.LOADING
         self.load_progress = 0.0
+        self.speculation = speculation
         self._grammars = scheduling.grammars
         self._engine = Engine(
             lambda: load_runner(path, model, context, speculation, self._on_progress), scheduling, speculation

@@ -46,9 +46,7 @@ class Server:
 
     def __init__(self, model: Path, settings: Settings) -> None:
         self._settings = settings
-        self.backend = Backend(
-            model, settings.model, settings.context, settings.scheduling, settings.speculation
-        )
+        self.backend = Backend(model, settings.model, settings.context, settings.scheduling, settings.speculation)
         self.address = ""
         """Where it listens, with the port that was bound."""
         limit = settings.server.max_message_bytes

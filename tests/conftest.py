@@ -10,7 +10,7 @@ import grpc
 import pytest
 
 from service.config import ServerSettings, Settings
-from service.engine.settings import ContextSettings, ModelSettings, SchedulingSettings
+from service.engine.settings import ContextSettings, ModelSettings, SchedulingSettings, SpeculationSettings
 from service.server import Server
 
 MODELS = Path(__file__).parent / "models"
@@ -22,7 +22,11 @@ LIMIT = 30.0
 
 
 def settings(
-    *, max_message_bytes: int = 16 << 20, scheduling: SchedulingSettings | None = None, **context: object
+    *,
+    max_message_bytes: int = 16 << 20,
+    scheduling: SchedulingSettings | None = None,
+    speculation: SpeculationSettings | None = None,
+    **context: object,
 ) -> Settings:
     """Settings of a server on a free port; `context` are fields of ContextSettings."""
     return Settings(
@@ -30,6 +34,7 @@ def settings(
         model=ModelSettings(),
         context=ContextSettings(**({"context": 2048, "threads": 1} | context)),  # type: ignore[arg-type]
         scheduling=scheduling or SchedulingSettings(),
+        speculation=speculation or SpeculationSettings(),
     )
 
 

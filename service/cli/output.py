@@ -52,6 +52,9 @@ def summary(result: GenerationResult) -> str:
             parts.insert(1, f"{(usage.generated_tokens - 1) / timings.generation:.1f} tokens/s")
         parts.append(f"queue {timings.queue * 1000:.0f} ms, prompt {timings.prompt * 1000:.0f} ms")
     parts.append(f"prompt {usage.prompt_tokens} tokens, {usage.reused_tokens} reused")
+    if result.speculation is not None:
+        drafts = result.speculation
+        parts.append(f"{drafts.accepted_tokens} of {drafts.drafted_tokens} drafted tokens accepted")
     parts.append(f"slot {result.slot_id}, seed {result.seed}")
     return "; ".join(parts)
 

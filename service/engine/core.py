@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence as Tokens
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Tokens
 
 from service.engine.batch import DecodeStatus, Runner, Segment
 from service.engine.meter import Meter
@@ -46,9 +47,7 @@ class Core:
         self._meter = Meter()
         self._speculation: Speculation | None = None
         if speculation is not None and speculation.rows:
-            self._speculation = Speculation(
-                speculation, self._info.slots, self._info.slot_context, runner.draft, clock
-            )
+            self._speculation = Speculation(speculation, self._info.slots, self._info.slot_context, runner.draft, clock)
         self._uses = 0
         self._outcomes: list[Outcome] = []
 
@@ -324,9 +323,7 @@ class Core:
             self._finish(slot, sequence, reason, now)
         return len(drawn)
 
-    def _settle(
-        self, slot: Slot, sequence: Sequence, draft: Tokens[int], drawn: Tokens[int], length: int
-    ) -> None:
+    def _settle(self, slot: Slot, sequence: Sequence, draft: Tokens[int], drawn: Tokens[int], length: int) -> None:
         """A round is over: `length` tokens of the slot's memory are of use, the rest was rejected."""
         accepted = 0
         if draft:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from service.engine.batch import DecodeStatus, Decoder, Logits, Segment
+from service.engine.batch import Decoder, DecodeStatus, Logits, Segment
 from service.engine.rowcost import RowCost
 from service.engine.slots import common_prefix
 

@@ -100,7 +100,7 @@ class FakeDecoder:
 
 
 class FakeRunner(FakeDecoder):
-    """Implements `engine.batch.Runner`; the pieces of its tokens are ASCII letters. `capacity` is the decoder's size."""
+    """Implements `engine.batch.Runner`; the pieces of its tokens are letters. `capacity` is the decoder's size."""
 
     def __init__(
         self,

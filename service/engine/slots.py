@@ -13,8 +13,8 @@ from service.engine.types import Request, SlotInfo, SlotState
 
 @dataclass(slots=True, eq=False)
 class Slot:
-    """One seat of the engine. `tokens` are those whose state the memory holds, `replay` the ones behind them whose state
-    has to be computed again.
+    """One seat of the engine. `tokens` are those whose state the memory holds, `replay` the ones behind them whose
+    state has to be computed again.
     """
 
     id: int

@@ -7,7 +7,8 @@ do, unless they are accepted much less.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence as Tokens
+from collections.abc import Callable
+from collections.abc import Sequence as Tokens
 from dataclasses import dataclass, field
 
 from service.engine.acceptance import Acceptance, Track
@@ -179,9 +180,7 @@ class Speculation:
         model = self._model
         if model is not None and not model.has_room(slot.id, len(text.tokens) + limit):
             model = None
-        if proposal and (
-            model is None or text.ngrams.probability(match) + _PREFERENCE >= text.model.probability()
-        ):
+        if proposal and (model is None or text.ngrams.probability(match) + _PREFERENCE >= text.model.probability()):
             candidate = Candidate(text.ngrams, len(proposal), text.ngrams.probability(match))
         elif model is not None:
             backlog = model.backlog(slot.id, len(text.tokens))

@@ -10,6 +10,7 @@ import psutil
 import service
 from service.backend import Backend, BackendState
 from service.engine.llama import RUNTIME_VERSION, system_info
+from service.engine.types import Rollback
 from service.rpc import sampling, wire
 from slotwire.v1 import system_pb2 as pb
 from slotwire.v1 import system_pb2_grpc as pb_grpc
@@ -21,6 +22,11 @@ _STATES = {
     BackendState.READY: pb.SERVER_STATE_READY,
     BackendState.DRAINING: pb.SERVER_STATE_DRAINING,
     BackendState.FAILED: pb.SERVER_STATE_FAILED,
+}
+_ROLLBACKS = {
+    Rollback.TRIM: pb.ROLLBACK_TRIM,
+    Rollback.SNAPSHOTS: pb.ROLLBACK_SNAPSHOTS,
+    Rollback.CHECKPOINT: pb.ROLLBACK_CHECKPOINT,
 }
 
 
@@ -63,6 +69,10 @@ class SystemServicer(pb_grpc.SystemServiceServicer):
                 hybrid=can.hybrid,
                 sliding_window=can.sliding_window,
                 chat=self._backend.loaded.intake.can_chat,
+                rollback=_ROLLBACKS[can.rollback],
+                deterministic=can.deterministic,
+                draft_ngram=self._backend.speculation.ngram,
+                draft_model=self._backend.speculation.model is not None,
             ),
             sampling_defaults=sampling.write(sampling.DEFAULTS),
             chat_template=info.chat_template or "",
@@ -89,4 +99,12 @@ class SystemServicer(pb_grpc.SystemServiceServicer):
             memory_bytes=self._process.memory_info().rss,
             busy_time=wire.duration(load.busy_seconds),
             decode_time=wire.duration(load.decode_seconds),
+            decodes=load.decodes,
+            rounds=load.rounds,
+            flushes=load.flushes,
+            checkpoints=load.checkpoints,
+            drafted_tokens=load.drafted_tokens,
+            accepted_tokens=load.accepted_tokens,
+            replayed_tokens=load.replayed_tokens,
+            draft_time=wire.duration(load.draft_seconds),
         )

@@ -14,6 +14,7 @@ from service.engine.chat import Message
 from service.engine.intake import ChatPrompt, Draft, Prompt, TextPrompt, TokenPrompt
 from service.engine.types import (
     Delta,
+    DraftOptions,
     Event,
     Finished,
     FinishReason,
@@ -21,6 +22,7 @@ from service.engine.types import (
     Request,
     SlotInfo,
     SlotState,
+    Speculation,
     Started,
     TokenLogprob,
 )
@@ -71,6 +73,7 @@ def read_generate(message: pb.GenerateRequest, request_id: str, now: float, dead
         session=fields.label(message, "session", MAX_LABEL_BYTES),
         cache_key=fields.label(message, "cache_key", MAX_LABEL_BYTES) or "",
         reuse_prefix=message.reuse_prefix if message.HasField("reuse_prefix") else True,
+        draft=_read_speculation(message.speculation, fields),
         progress=message.progress,
         arrived=now,
         time_limit_at=None if limit is None else now + limit,
@@ -112,6 +115,19 @@ def read_chat(message: pb.ChatPrompt, fields: Fields) -> ChatPrompt:
         parse_special=message.parse_special,
         arguments=MessageToDict(message.template_arguments),
     )
+
+
+def _read_speculation(message: pb.SpeculationOptions, fields: Fields) -> DraftOptions:
+    at = "speculation."
+    n_max = fields.integer(message, at + "n_max", 0, 0, _UINT32_MAX) if message.HasField("n_max") else None
+    options = DraftOptions(
+        n_max=0 if message.HasField("enabled") and not message.enabled else n_max,
+        n_min=fields.integer(message, at + "n_min", 0, 0, _UINT32_MAX),
+        p_min=fields.number(message, at + "p_min", 0, 0, 1),
+    )
+    if options.n_max and options.n_min > options.n_max:
+        fields.refuse(at + "n_min", f"{options.n_min} is more than n_max, which is {options.n_max}")
+    return options
 
 
 def _read_seconds(message: pb.GenerateRequest, fields: Fields) -> float | None:
@@ -177,7 +193,20 @@ def _write_finished(event: Finished, *, timings: bool) -> pb.Finished:
         finished.timings.queue.CopyFrom(duration(spent.queue))
         finished.timings.prompt.CopyFrom(duration(spent.prompt))
         finished.timings.generation.CopyFrom(duration(spent.generation))
+    if event.speculation.drafted:
+        finished.speculation.CopyFrom(_write_speculation(event.speculation))
     return finished
+
+
+def _write_speculation(spent: Speculation) -> pb.Speculation:
+    return pb.Speculation(
+        drafted_tokens=spent.drafted,
+        accepted_tokens=spent.accepted,
+        rounds=spent.rounds,
+        accepted_per_position=spent.accepted_at,
+        replayed_tokens=spent.replayed,
+        draft_time=duration(spent.draft_seconds),
+    )
 
 
 def _write_logprob(entry: TokenLogprob, pieces: Sequence[bytes]) -> pb.TokenLogprob:

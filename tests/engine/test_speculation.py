@@ -67,7 +67,9 @@ class Bench:
             assert self.runner.memory.get(slot.id, []) == slot.tokens
 
 
-def runner(*, trim: bool = True, wrong_every: int = 3, slots: int = 2, draft_size: int = 512, **options: int) -> FakeRunner:
+def runner(
+    *, trim: bool = True, wrong_every: int = 3, slots: int = 2, draft_size: int = 512, **options: int
+) -> FakeRunner:
     draft = FakeDecoder(size=draft_size, trim=trim, wrong_every=wrong_every)
     defaults = {"capacity": 512, "slot_context": 200}
     return FakeRunner(slots=slots, trim=trim, draft=draft, **(defaults | options))  # type: ignore[arg-type]

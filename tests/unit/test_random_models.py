@@ -13,16 +13,16 @@ import pytest
 from service.engine.batch import DecodeStatus, Logits, Segment
 from service.engine.llama import LlamaRunner, load_runner
 from service.engine.settings import ContextSettings, ModelSettings
-from service.engine.types import Capabilities
+from service.engine.types import Capabilities, Rollback
 from tests import random_models
 from tests.random_models import EXACT, Array
 
 Write = Callable[..., Path]
 PROMPT: list[int] = np.random.default_rng(7).integers(2, 2048, 400).tolist()
 
-ATTENTION = Capabilities(trim=True, recurrent=False, hybrid=False, sliding_window=0)
-WINDOW = Capabilities(trim=True, recurrent=False, hybrid=False, sliding_window=32)
-RECURRENT = Capabilities(trim=False, recurrent=True, hybrid=False, sliding_window=0)
+ATTENTION = Capabilities(trim=True, recurrent=False, hybrid=False, sliding_window=0, rollback=Rollback.TRIM)
+WINDOW = Capabilities(trim=True, recurrent=False, hybrid=False, sliding_window=32, rollback=Rollback.TRIM)
+RECURRENT = Capabilities(trim=False, recurrent=True, hybrid=False, sliding_window=0, rollback=Rollback.CHECKPOINT)
 
 small_models = pytest.mark.parametrize(
     "write", [random_models.llama, random_models.sliding_window, random_models.mamba2], ids=lambda write: write.__name__

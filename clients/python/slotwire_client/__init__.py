@@ -29,7 +29,7 @@ from slotwire_client.errors import (
     UnknownError,
 )
 from slotwire_client.generation import Generation
-from slotwire_client.info import Capabilities, Load, ModelInfo, ServerInfo, ServerState
+from slotwire_client.info import Capabilities, Load, ModelInfo, Rollback, ServerInfo, ServerState
 from slotwire_client.types import (
     ChatMessage,
     Delta,
@@ -47,6 +47,8 @@ from slotwire_client.types import (
     RenderedChat,
     Slot,
     SlotState,
+    Speculation,
+    SpeculationOptions,
     Started,
     Timings,
     Token,
@@ -89,11 +91,14 @@ __all__ = [
     "Prompt",
     "RenderedChat",
     "ResourceExhausted",
+    "Rollback",
     "ServerInfo",
     "ServerState",
     "Slot",
     "SlotState",
     "SlotwireError",
+    "Speculation",
+    "SpeculationOptions",
     "Started",
     "Timings",
     "Token",

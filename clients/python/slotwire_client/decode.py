@@ -30,6 +30,11 @@ _SERVER_STATES = {
     system_pb2.SERVER_STATE_DRAINING: info.ServerState.DRAINING,
     system_pb2.SERVER_STATE_FAILED: info.ServerState.FAILED,
 }
+_ROLLBACKS = {
+    system_pb2.ROLLBACK_TRIM: info.Rollback.TRIM,
+    system_pb2.ROLLBACK_SNAPSHOTS: info.Rollback.SNAPSHOTS,
+    system_pb2.ROLLBACK_CHECKPOINT: info.Rollback.CHECKPOINT,
+}
 _SAMPLING = types.GenerateOptions.__annotations__.keys()
 _STAGES = {"xtc": types.Xtc, "dry": types.Dry, "penalties": types.Penalties, "mirostat": types.Mirostat}
 
@@ -97,7 +102,17 @@ def model_info(message: system_pb2.GetModelInfoResponse) -> info.ModelInfo:
         context_tokens=message.context_tokens,
         slot_context_tokens=message.slot_context_tokens,
         slots=message.slots,
-        capabilities=info.Capabilities(found.trim, found.recurrent, found.hybrid, found.sliding_window, found.chat),
+        capabilities=info.Capabilities(
+            trim=found.trim,
+            recurrent=found.recurrent,
+            hybrid=found.hybrid,
+            sliding_window=found.sliding_window,
+            chat=found.chat,
+            rollback=_ROLLBACKS.get(found.rollback, info.Rollback.UNKNOWN),
+            deterministic=found.deterministic,
+            draft_ngram=found.draft_ngram,
+            draft_model=found.draft_model,
+        ),
         chat_template=message.chat_template,
         sampling_defaults=_sampling(message.sampling_defaults),
     )
@@ -124,6 +139,14 @@ def load(message: system_pb2.GetLoadResponse) -> info.Load:
         memory_bytes=message.memory_bytes,
         busy_seconds=_seconds(message.busy_time),
         decode_seconds=_seconds(message.decode_time),
+        decodes=message.decodes,
+        rounds=message.rounds,
+        flushes=message.flushes,
+        checkpoints=message.checkpoints,
+        drafted_tokens=message.drafted_tokens,
+        accepted_tokens=message.accepted_tokens,
+        replayed_tokens=message.replayed_tokens,
+        draft_seconds=_seconds(message.draft_time),
     )
 
 
@@ -136,6 +159,18 @@ def _finished(message: generation_pb2.Finished) -> types.Finished:
         timings=types.Timings(_seconds(timings.queue), _seconds(timings.prompt), _seconds(timings.generation))
         if message.HasField("timings")
         else None,
+        speculation=_speculation(message.speculation) if message.HasField("speculation") else None,
+    )
+
+
+def _speculation(message: generation_pb2.Speculation) -> types.Speculation:
+    return types.Speculation(
+        drafted_tokens=message.drafted_tokens,
+        accepted_tokens=message.accepted_tokens,
+        rounds=message.rounds,
+        accepted_per_position=tuple(message.accepted_per_position),
+        replayed_tokens=message.replayed_tokens,
+        draft_seconds=_seconds(message.draft_time),
     )
 
 

@@ -57,6 +57,9 @@ def generate_request(prompt: Prompt, options: GenerateOptions) -> generation_pb2
     request.stop.extend(options.get("stop") or ())
     if (limit := options.get("time_limit")) is not None:
         request.time_limit.CopyFrom(_duration(limit))
+    if (speculation := options.get("speculation")) is not None:
+        request.speculation.SetInParent()
+        _set_message(request.speculation, "speculation", speculation)
     sampling = _sampling(options)
     if sampling.ByteSize():
         request.sampling.CopyFrom(sampling)
@@ -105,7 +108,7 @@ def _sampling(options: GenerateOptions) -> sampling_pb2.SamplingOptions:
         if stage is not None:
             target = getattr(sampling, name)
             target.SetInParent()
-            _set_fields(target, {field.name: getattr(stage, field.name) for field in fields(stage)}, prefix=f"{name}.")
+            _set_message(target, name, stage)
     if bias := options.get("logit_bias"):
         _set_fields(sampling, {"logit_bias": bias})
     if (grammar := options.get("grammar")) is not None:
@@ -113,6 +116,11 @@ def _sampling(options: GenerateOptions) -> sampling_pb2.SamplingOptions:
     if (schema := options.get("json_schema")) is not None:
         sampling.grammar.json_schema = schema if isinstance(schema, str) else json.dumps(schema)
     return sampling
+
+
+def _set_message(message: Message, name: str, value: Any) -> None:
+    """Sets the fields of a message from a dataclass with the same ones."""
+    _set_fields(message, {field.name: getattr(value, field.name) for field in fields(value)}, prefix=f"{name}.")
 
 
 def _set_fields(message: Message, values: Mapping[str, Any], prefix: str = "") -> None:

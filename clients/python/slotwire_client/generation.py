@@ -131,6 +131,7 @@ class Generation:
             stop=event.stop,
             usage=event.usage,
             timings=event.timings,
+            speculation=event.speculation,
             request_id=started.request_id,
             slot_id=started.slot_id,
             seed=started.seed,

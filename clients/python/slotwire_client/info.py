@@ -31,15 +31,30 @@ class ServerInfo:
     started_at: datetime | None
 
 
+class Rollback(enum.Enum):
+    """How rejected drafts are dropped from the model's memory. UNKNOWN: in a way of a newer server."""
+
+    UNKNOWN = "unknown"
+    TRIM = "trim"
+    SNAPSHOTS = "snapshots"
+    CHECKPOINT = "checkpoint"
+
+
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """What the model's memory allows. `sliding_window` is in tokens; 0 where there is none."""
+    """What the model's memory allows. `sliding_window` is in tokens; 0 where there is none. With `deterministic` a text
+    depends on its request alone, bit for bit.
+    """
 
     trim: bool
     recurrent: bool
     hybrid: bool
     sliding_window: int
     chat: bool
+    rollback: Rollback = Rollback.UNKNOWN
+    deterministic: bool = False
+    draft_ngram: bool = False
+    draft_model: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,3 +103,12 @@ class Load:
     """Time of all steps since start."""
     decode_seconds: float
     """The part of it inside llama.cpp's decode."""
+    decodes: int = 0
+    """Of the target, since start; `rounds` of them verified drafts, `flushes` computed accepted tokens again."""
+    rounds: int = 0
+    flushes: int = 0
+    checkpoints: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
+    replayed_tokens: int = 0
+    draft_seconds: float = 0.0

@@ -58,6 +58,18 @@ class Mirostat:
     eta: float | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class SpeculationOptions:
+    """How much a request speculates, which changes its speed and never its text. `enabled` False: not at all; `n_max`
+    and `n_min` bound the tokens of a draft; a draft model stops before a token that it gives less than `p_min`.
+    """
+
+    enabled: bool | None = None
+    n_max: int | None = None
+    n_min: int | None = None
+    p_min: float | None = None
+
+
 class GenerateOptions(TypedDict, total=False):
     """What a generation can be told besides its prompt. Left out, or None: the server's default.
 
@@ -78,6 +90,7 @@ class GenerateOptions(TypedDict, total=False):
         logprobs: report the log probability of each token, and of this many likely ones.
         progress: report how much of the prompt was processed.
         timings: report the times in the result.
+        speculation: whether and how much is drafted.
 
     Where it runs:
         slot_id: the slot to use.
@@ -114,6 +127,7 @@ class GenerateOptions(TypedDict, total=False):
     logprobs: int | None
     progress: bool | None
     timings: bool | None
+    speculation: SpeculationOptions | None
     slot_id: int | None
     session: str | None
     cache_key: str | None
@@ -151,6 +165,20 @@ class Timings:
     queue: float
     prompt: float
     generation: float
+
+
+@dataclass(frozen=True, slots=True)
+class Speculation:
+    """What drafts did for a request. `rounds` are decodes that verified one, `accepted_per_position[i]` those of them
+    that accepted token i; `replayed_tokens` were accepted and computed again. `draft_seconds` went into drafts.
+    """
+
+    drafted_tokens: int
+    accepted_tokens: int
+    rounds: int
+    accepted_per_position: tuple[int, ...]
+    replayed_tokens: int
+    draft_seconds: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,12 +228,15 @@ class Delta:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """The text ended. `stop` is the stop string that was met, if one was; `timings` is there where asked for."""
+    """The text ended. `stop` is the stop string that was met, if one was; `timings` is there where asked for,
+    `speculation` where anything was drafted.
+    """
 
     reason: FinishReason
     stop: str
     usage: Usage
     timings: Timings | None
+    speculation: Speculation | None = None
 
 
 Event = Started | Progress | Delta | Finished
@@ -226,6 +257,7 @@ class GenerationResult:
     request_id: str
     slot_id: int
     seed: int
+    speculation: Speculation | None = None
 
 
 @dataclass(frozen=True, slots=True)

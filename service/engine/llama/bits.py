@@ -7,7 +7,7 @@ from typing import Protocol
 
 import numpy as np
 
-from service.engine.batch import DecodeStatus, Decoder, Logits, Segment
+from service.engine.batch import Decoder, DecodeStatus, Logits, Segment
 from service.engine.llama import library
 from service.errors import ConfigError
 

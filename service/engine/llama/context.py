@@ -13,8 +13,9 @@ import numpy as np
 import psutil
 
 from service.engine.batch import DecodeStatus, Logits, Segment
-from service.engine.llama import invariant, library
+from service.engine.llama import library
 from service.engine.llama.bits import keeps_its_bits
+from service.engine.llama.invariant import MICRO_BATCH, InvariantDecoder
 from service.engine.llama.memory import Memory
 from service.engine.llama.model import Model
 from service.engine.settings import ContextSettings, RollbackChoice
@@ -52,21 +53,23 @@ class Context:
     Source: `llama_init_from_model` and `llama_decode` of llama.h.
     """
 
-    def __init__(self, model: Model, settings: ContextSettings, drafting: Drafting = Drafting()) -> None:  # noqa: B008
+    def __init__(self, model: Model, settings: ContextSettings, drafting: Drafting = Drafting()) -> None:
         if not 1 <= settings.slots <= MAX_SLOTS:
             raise ConfigError(f"slots: {settings.slots} is not in [1, {MAX_SLOTS}]")
         self.scratch = settings.slots
         self.handle: Any = None
         self.size = self.max_rows = self.max_outputs = 0
-        self._invariant = False
         self.micro_batch = 0
+        self._invariant: InvariantDecoder | None = None
         self._attends = not llama_cpp.llama_model_is_recurrent(model.handle)
         self.recurrent = not self._attends or bool(llama_cpp.llama_model_is_hybrid(model.handle))
         self.vocabulary: int = llama_cpp.llama_vocab_n_tokens(model.vocab_handle)
         self._logits: Logits = np.empty((0, self.vocabulary), np.float32)
         try:
             self._open_best(model, settings, drafting)
-            self.deterministic = settings.deterministic and keeps_its_bits(self)
+            # what left the window of one sequence is taken for another one, at places that nobody can tell
+            lonely = settings.slots == 1 or not self._window
+            self.deterministic = settings.deterministic and lonely and keeps_its_bits(self)
         except BaseException:
             self.close()
             raise
@@ -95,7 +98,8 @@ class Context:
         if not self.handle:
             why = library.last_complaint("llama.cpp gave no reason")
             raise ConfigError(f"context: cannot be made: {why}", reason="CONTEXT_UNUSABLE")
-        self._window: int = 0 if settings.swa_full else llama_cpp.llama_model_n_swa(model.handle)
+        # with `swa_full`, too, cells outside the window are taken where they are in the way
+        self._window: int = llama_cpp.llama_model_n_swa(model.handle)
         self.size = llama_cpp.llama_n_ctx(self.handle)
         self.max_rows = self._max_rows(settings.slots)
         self.max_outputs = params.n_outputs_max
@@ -106,32 +110,25 @@ class Context:
         self.memory = Memory(self.handle, Rollback.TRIM)
         self.rollback, self._state_bytes = self._probe(settings.slots)
         self.memory = Memory(self.handle, self.rollback, window=self._window, snapshots=self._snapshots)
-        self._invariant = settings.deterministic
+        if settings.deterministic:
+            self._invariant = InvariantDecoder(
+                self,
+                self.memory,
+                self.scratch,
+                self.micro_batch,
+                recurrent=self.recurrent,
+                size=self.size if self._attends else 0,
+            )
 
     def decode(self, segments: Sequence[Segment]) -> DecodeStatus:
-        """Compute the rows of all segments; in one `llama_decode`, where that gives every row its own bits."""
-        if not self._invariant:
-            return self._decode(segments)
-        parts = invariant.parts(segments, self.micro_batch, self.scratch, recurrent=self.recurrent)
-        rows = sum(len(segment.tokens) for part in parts for segment in part.segments)
-        if len(parts) > 1 and self._attends and rows > self.size - self.memory.total(self.scratch):
-            return DecodeStatus.NO_ROOM  # found out before a part of it is done
-        gathered = np.empty((sum(segment.outputs for segment in segments), self.vocabulary), np.float32)
-        for index, part in enumerate(parts):
-            status = self._decode(part.segments)
-            self.memory.clear(self.scratch)
-            if status is not DecodeStatus.OK:
-                return status if index == 0 else DecodeStatus.FAILED
-            if len(parts) == 1:  # the library's own buffer will do
-                return status
-            row = 0
-            for segment, place in zip(part.segments, part.outputs, strict=True):
-                gathered[place : place + segment.outputs] = self._logits[row : row + segment.outputs]
-                row += segment.outputs
-        self._logits = gathered
-        return DecodeStatus.OK
+        """Compute the rows of all segments; in one `llama_decode`, unless every row is to keep its bits."""
+        if self._invariant is None:
+            return self.decode_rows(segments)
+        status = self._invariant.decode(segments)
+        self._logits = self._invariant.logits
+        return status
 
-    def _decode(self, segments: Sequence[Segment]) -> DecodeStatus:
+    def decode_rows(self, segments: Sequence[Segment]) -> DecodeStatus:
         outputs = self.batch.fill(segments, self.max_outputs)
         status: int = llama_cpp.llama_decode(self.handle, self.batch.struct)
         if status == 1:
@@ -144,6 +141,9 @@ class Context:
             address = ctypes.cast(llama_cpp.llama_get_logits(self.handle), ctypes.c_void_p).value
             self._view_logits(address, outputs)
         return DecodeStatus.OK
+
+    def output_rows(self, count: int) -> Logits:
+        return self._logits[:count]
 
     def logits(self, index: int) -> Logits:
         """Of the index-th output row of the last decode, shape [vocabulary]; valid until the next one."""
@@ -265,7 +265,7 @@ def _params(model: Model, settings: ContextSettings, draft_rows: int, snapshots:
     params.n_batch = settings.batch
     params.n_ubatch = min(settings.ubatch, settings.batch)
     if settings.deterministic:
-        params.n_ubatch = min(params.n_ubatch, invariant.MICRO_BATCH)
+        params.n_ubatch = min(params.n_ubatch, MICRO_BATCH)
         params.n_batch -= params.n_batch % params.n_ubatch  # so that there always is room for the row that is added
     params.n_seq_max = settings.slots + 1
     # More outputs than this would abort; room for them is only taken when they come.
@@ -277,7 +277,7 @@ def _params(model: Model, settings: ContextSettings, draft_rows: int, snapshots:
     params.type_k = _GGML_TYPES[settings.cache_type_k]
     params.type_v = _GGML_TYPES[settings.cache_type_v]
     params.offload_kqv = settings.kv_offload
-    params.swa_full = settings.swa_full
+    params.swa_full = settings.swa_full or settings.deterministic  # or the cells of a window are taken by others
     params.kv_unified = True
     params.rope_scaling_type = _ROPE[settings.rope_scaling]
     params.rope_freq_base = settings.rope_freq_base

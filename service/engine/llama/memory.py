@@ -15,6 +15,7 @@ from typing import Any
 import llama_cpp
 
 from service.engine.batch import Segment
+from service.engine.llama.cells import Cells
 from service.engine.types import Rollback
 from service.errors import EngineFailure
 
@@ -43,6 +44,8 @@ class Memory:
         self._checkpoints: dict[int, _Checkpoint] = {}
         self._fresh: dict[int, int] = {}
         """Tokens that each sequence had in the last decode."""
+        self.cells: Cells | None = None
+        """Kept up to date, where their order matters."""
 
     def length(self, sequence: int) -> int:
         """Tokens of a sequence."""
@@ -81,7 +84,6 @@ class Memory:
         if length >= end > 0:
             return end
         if length > 0 and self._can_drop(sequence, end, length) and self._remove(sequence, length):
-            self._fresh.pop(sequence, None)
             self._invalidate(sequence, length)
             return length
         if length > 0 and (kept := self._go_back(sequence, length)):
@@ -90,10 +92,21 @@ class Memory:
         return 0
 
     def clear(self, sequence: int) -> None:
-        """Empty a sequence; a whole one can always go."""
+        """Empty a sequence."""
         self._checkpoints.pop(sequence, None)
-        self._fresh.pop(sequence, None)
-        self._remove(sequence, -1)
+        self._remove(sequence, 0)
+
+    def move(self, sequence: int) -> None:
+        """Put a sequence into the lowest cells that are free. Raises EngineFailure where it is lost."""
+        size = llama_cpp.llama_state_seq_get_size_ext(self._context, sequence, 0)
+        data, length = (ctypes.c_uint8 * size)(), self.length(sequence)
+        saved = llama_cpp.llama_state_seq_get_data_ext(self._context, data, size, sequence, 0)
+        self._remove(sequence, 0)
+        if saved != size or llama_cpp.llama_state_seq_set_data_ext(self._context, data, size, sequence, 0) != size:
+            self.clear(sequence)
+            raise EngineFailure("a sequence could not be moved in the cache", reason="MOVE_FAILED")
+        if self.cells is not None:
+            self.cells.place(sequence, length)
 
     def _can_drop(self, sequence: int, end: int, length: int) -> bool:
         match self._rollback:
@@ -122,7 +135,13 @@ class Memory:
             del self._checkpoints[sequence]
 
     def _remove(self, sequence: int, start: int) -> bool:
-        return bool(llama_cpp.llama_memory_seq_rm(self._handle, sequence, start, -1))
+        """A whole sequence can always go."""
+        if not llama_cpp.llama_memory_seq_rm(self._handle, sequence, start, -1):
+            return False
+        self._fresh.pop(sequence, None)
+        if self.cells is not None:
+            self.cells.drop(sequence, start)
+        return True
 
     def _window_lost(self, sequence: int, length: int) -> bool:
         """True where sliding-window layers no longer have the tokens that position `length` looks back at."""

@@ -69,7 +69,7 @@ def load_runner(
     speculation: SpeculationSettings = SpeculationSettings(draft="none"),  # noqa: B008
     on_progress: OnProgress | None = None,
 ) -> LlamaRunner:
-    """Load the models and make their contexts, on the calling thread. Raises ConfigError with llama.cpp's own reason."""
+    """Load the models and make their contexts, on the calling thread. Raises ConfigError with llama.cpp's reason."""
     library.route_log()
     drafting = Drafting(speculation.rows, speculation.rollback, speculation.snapshot_memory)
     with contextlib.ExitStack() as undo:
