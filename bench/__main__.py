@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psutil
 
-from bench import engine
+from bench import engine, speculation
 from bench.models import smollm2
 
 
@@ -22,11 +22,20 @@ def main() -> int:
     compare.add_argument("--threads", type=int, default=psutil.cpu_count(logical=False) or 1)
     compare.add_argument("--model", type=Path, help="default: the embedded model as Q4_0")
     compare.add_argument("--json", type=Path, help="write the figures there, too")
+    drafts = commands.add_parser("speculation", help="drafts against the same server without them")
+    drafts.add_argument("--rounds", type=int, default=3)
+    drafts.add_argument("--tiny", type=Path, default=Path("tests/models"), help="folder of the tiny hybrid models")
+    drafts.add_argument("--json", type=Path, help="write the figures there, too")
     options = parser.parse_args()
-    report = asyncio.run(engine.measure(options.model or smollm2("Q4_0"), options.rounds, options.threads))
-    print(engine.table(report))
+    if options.command == "engine":
+        report = asyncio.run(engine.measure(options.model or smollm2("Q4_0"), options.rounds, options.threads))
+        table, figures = engine.table(report), report.as_dict()
+    else:
+        found = asyncio.run(speculation.measure(options.rounds, options.tiny if options.tiny.is_dir() else None))
+        table, figures = found.table(), found.as_dict()
+    print(table)
     if options.json:
-        options.json.write_text(json.dumps(report.as_dict(), indent=2))
+        options.json.write_text(json.dumps(figures, indent=2))
     return 0
 
 

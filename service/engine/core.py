@@ -51,6 +51,11 @@ class Core:
         self._uses = 0
         self._outcomes: list[Outcome] = []
 
+    def calibrate(self) -> None:
+        """Measure what speculation has to know. Takes a few dozen decodes; to be called before the first request."""
+        if self._speculation is not None:
+            self._speculation.calibrate(self._runner)
+
     # requests
 
     def submit(self, sequence: Sequence) -> None:
@@ -287,8 +292,9 @@ class Core:
 
     def _follow(self, speculation: Speculation, work: Plan) -> None:
         """Let the draft model read what was computed of prompts."""
+        busy = sum(slot.busy for slot in self._slots)
         for segment in work.segments[work.generating :]:
-            speculation.follow(self._slots[segment.slot])
+            speculation.follow(self._slots[segment.slot], busy)
 
     def _advance(self, slot: Slot, sequence: Sequence, segment: Segment, output: int, now: float) -> int:
         """Draw the tokens of a slot, as long as they are those of its draft, and see where that leads.

@@ -27,7 +27,7 @@ class DraftModel:
     """Drafts for all slots at once: one decode a step, in which each slot has one row.
 
     The memory of a slot holds a part of its text, or all of it and what was drafted behind it. `cost` learns from every
-    decode, by its rows.
+    step, by its rows: the decode, and the choice of the tokens.
     """
 
     def __init__(
@@ -66,14 +66,17 @@ class DraftModel:
         end = len(self._held[slot]) + rows
         while (start := len(self._held[slot])) < end:
             chunk = text[start : min(end, start + self._decoder.max_rows)]
+            began = self._clock()
             if not chunk or not self._decode([Segment(slot, chunk, start)]):
                 break
+            self._cost.observe(len(chunk), self._clock() - began)
 
     def propose(self, wishes: Sequence[Wish]) -> list[list[int]]:
         """A draft for each wish, shorter or empty where the model is unsure or out of room."""
         drafts: list[list[int]] = [[] for _ in wishes]
         live = list(range(len(wishes)))
         segments = self._unread(wishes)
+        began = self._clock()
         if sum(len(segment.tokens) for segment in segments) > self._decoder.max_rows:  # a decode of them failed
             return drafts
         while live and self._decode(segments):
@@ -85,6 +88,9 @@ class DraftModel:
                 for output, index in enumerate(live)
                 if self._draw(wishes[index], drafts[index], self._decoder.logits(output))
             ]
+            rows, ended = sum(len(segment.tokens) for segment in segments), self._clock()
+            self._cost.observe(rows, ended - began)
+            began = ended
             segments = [
                 Segment(wishes[index].slot, drafts[index][-1:], len(self._held[wishes[index].slot]), outputs=1)
                 for index in live
@@ -118,7 +124,6 @@ class DraftModel:
 
     def _decode(self, segments: Sequence[Segment]) -> bool:
         """Returns False where that failed; the slots in it are empty then."""
-        began = self._clock()
         status = self._decoder.decode(segments)
         while status is DecodeStatus.NO_ROOM and self._make_room({segment.slot for segment in segments}):
             status = self._decoder.decode(segments)
@@ -129,7 +134,6 @@ class DraftModel:
             return False
         for segment in segments:
             self._held[segment.slot].extend(segment.tokens)
-        self._cost.observe(sum(len(segment.tokens) for segment in segments), self._clock() - began)
         return True
 
     def _make_room(self, needed: set[int]) -> bool:

@@ -109,6 +109,7 @@ class Engine(Generic[R]):
             self._loop.call_soon_threadsafe(_set_exception, self._loaded, error)
             return
         core = Core(runner, self._settings, self._speculation)
+        core.calibrate()
         self._loop.call_soon_threadsafe(_set_result, self._loaded, runner)
         try:
             while self._obey(core):

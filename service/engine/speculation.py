@@ -12,9 +12,10 @@ from collections.abc import Sequence as Tokens
 from dataclasses import dataclass, field
 
 from service.engine.acceptance import Acceptance, Track
-from service.engine.batch import Decoder
+from service.engine.batch import Decoder, DecodeStatus, Segment
 from service.engine.draft_model import DraftModel, Wish
 from service.engine.ngram import NgramIndex, Shadow
+from service.engine.rowcost import RowCost
 from service.engine.settings import SpeculationSettings
 from service.engine.slots import Slot
 from service.engine.tempo import Candidate, Tempo
@@ -26,6 +27,9 @@ REPLAY_LIMIT = 32
 _PRIOR_MEMORY = 256  # trials of all slots together
 _PREFERENCE = 0.1  # a draft model has to be accepted that much more often than n-grams to be asked first
 _CATCH_UP = 64  # rows of a step in which the draft model reads what it has missed
+_CALIBRATED = (1, 2, 3, 4, 6, 8, 12, 16)  # rows
+_ATTEMPTS = 3
+_REST = 8  # steps without a look at drafts, after a draft model was found not to pay
 _OVERHEAD_WEIGHT = 0.1  # of the newest measurement
 
 
@@ -72,12 +76,30 @@ class Speculation:
     ) -> None:
         self._settings, self._slot_context, self._clock = settings, slot_context, clock
         self.tempo = Tempo()
+        self._draft = draft
         self._model = DraftModel(draft, slots, self.tempo.draft, clock) if draft is not None else None
         self._ngram_prior, self._model_prior = Acceptance(memory=_PRIOR_MEMORY), Acceptance(memory=_PRIOR_MEMORY)
         self._texts: dict[int, _Text] = {}
-        self._promising = True
-        """Whether the draft model was worth its time when it was last considered."""
         self._overhead = 0.0
+        self._rest, self._resting = 0, 0
+        """Steps that are left without a look at drafts, and the number of slots for which that was decided."""
+
+    def calibrate(self, target: Decoder) -> None:
+        """Measure what decodes cost by their rows, in slot 0, while all slots are empty."""
+        for decoder, cost in ((target, self.tempo.target), (self._draft, self.tempo.draft)):
+            if decoder is not None:
+                most = min(self._settings.draft_max + 1, decoder.max_rows, decoder.max_outputs)
+                for rows in (count for count in _CALIBRATED if count <= most):
+                    self._time(decoder, cost, rows)
+
+    def _time(self, decoder: Decoder, cost: RowCost, rows: int) -> None:
+        """The first decode is not counted: memory is allocated in it."""
+        for attempt in range(_ATTEMPTS):
+            began = self._clock()
+            status = decoder.decode([Segment(0, [0] * rows, 0, outputs=rows)])
+            if attempt and status is DecodeStatus.OK:
+                cost.observe(rows, self._clock() - began)
+            decoder.keep(0, 0)
 
     # the life of a text
 
@@ -103,9 +125,11 @@ class Speculation:
         if self._model is not None:
             self._model.forget(slot.id)
 
-    def follow(self, slot: Slot) -> None:
-        """The target has read a part of its prompt; let the draft model read it too, if it is likely to be asked."""
-        if self._model is None or slot.id not in self._texts or not self._promising:
+    def follow(self, slot: Slot, busy: int) -> None:
+        """The target has read a part of its prompt; let the draft model read it too, if it is likely to be asked beside
+        all the `busy` slots.
+        """
+        if self._model is None or slot.id not in self._texts or not self._would_ask(busy):
             return
         text = self._texts[slot.id].tokens
         if self._model.has_room(slot.id, len(text) + self._settings.draft_max):
@@ -118,6 +142,9 @@ class Speculation:
         """A draft for each slot for which one is expected to pay, in a step with `prompt_rows` rows of prompts and
         `room` rows for drafts.
         """
+        if self._rest and self._resting == len(generating):
+            self._rest -= 1
+            return {}
         offers = [offer for slot in generating if (offer := self._offer(slot)) is not None]
         if not offers:
             return {}
@@ -135,8 +162,8 @@ class Speculation:
                 offer.text.drafting, offer.text.match_length = offer.text.ngrams, offer.match_length
             elif offer.text.shadow.idle:
                 offer.text.shadow.watch(offer.proposal, offer.match_length)
-        if any(offer.candidate.model for offer in offers):
-            self._promising = bool(asked)
+        if not any(counts) and not self._settings.ngram:
+            self._rest, self._resting = _REST, len(generating)
         return drafts | self._ask_model(asked)
 
     def cancel(self) -> None:
@@ -184,11 +211,17 @@ class Speculation:
             candidate = Candidate(text.ngrams, len(proposal), text.ngrams.probability(match))
         elif model is not None:
             backlog = model.backlog(slot.id, len(text.tokens))
-            candidate = Candidate(text.model, limit, text.model.probability(), model=True, backlog=max(backlog - 2, 0))
+            candidate = Candidate(text.model, limit, text.model.probability(), model=True, backlog=backlog)
         else:
             return None
         candidate.overhead = self._overhead
         return _Offer(slot, text, candidate, proposal, match)
+
+    def _would_ask(self, busy: int) -> bool:
+        """Whether the draft model would be worth its time if all busy slots were generating."""
+        track, limit = Track(self._model_prior), self._settings.draft_max
+        company = [Candidate(track, limit, track.probability(), model=True) for _ in range(busy)]
+        return any(self.tempo.choose(company))
 
     def _limit(self, slot: Slot) -> int:
         """The most tokens that a draft may have: more could not become text."""

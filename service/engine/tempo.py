@@ -18,22 +18,23 @@ _MARGIN = 1.03  # times the speed without drafts has to be expected, or the diff
 _UNSURE = 1.15  # the same where the speed without drafts was hardly measured, which it will be then
 _ROOM = 0.02  # of a step is the least that a row is taken to cost when tokens compete for it
 _ROUNDS = 16  # over which catching up with a slot's text is written off
+_USUAL_BACKLOG = 2  # after a draft that was accepted in full: its last token, and the target's own
 
 
 @dataclass(slots=True)
 class Candidate:
     """A generating slot that may draft up to `limit` tokens, each accepted with `probability`.
 
-    `model` tells that a draft model makes them, in steps shared with the other slots, and `backlog` how many tokens it
-    has to be fed first in a decode of its own; else they are free. `overhead` is what drafting at all costs the slot in
-    each round, in seconds (a checkpoint and its way back).
+    `model` tells that a draft model makes them, in steps shared with the other slots; else they are free. `backlog` is
+    the number of tokens of the text that it has not seen, the newest one included: it reads them in its first step.
+    `overhead` is what drafting at all costs the slot in each round, in seconds (a checkpoint and its way back).
     """
 
     track: Track
     limit: int
     probability: float
     model: bool = False
-    backlog: int = 0
+    backlog: int = 1
     overhead: float = 0.0
 
 
@@ -105,7 +106,7 @@ class _Step:
         self._extra = self.seconds - self._target.at(self._rows)  # what the rows of the target do not account for
         self._further = self._target.at(self._rows + 1) + self._extra  # seconds with one row more
         self._left = sum(_expected(candidate.probability, candidate.limit) for candidate in candidates)
-        self._drafting: list[int] = []  # how many slots take part in each step of the draft model
+        self._drafting: list[int] = []  # rows of each step of the draft model
         self._row = max(self._target.least_slope(self._rows), 1e-9)  # seconds that each further row costs at least
         self._next_row = max(self._further - self.seconds, _ROOM * self.seconds)
         slots = sum(candidate.model for candidate in candidates)
@@ -134,7 +135,7 @@ class _Step:
         self._further = self._target.at(self._rows + 1) + self._extra
         self.counts[index] += 1
         if candidate.model:
-            self._join(position)
+            self._join(position, _rows(candidate, position))
         if position + 1 < candidate.limit:
             self._worths[index] = self._worth(index)
         else:
@@ -152,12 +153,12 @@ class _Step:
         gain = sum(self.add(index) for _ in range(n))
         return (self.seconds - seconds) * rate, gain
 
-    def _join(self, position: int) -> None:
+    def _join(self, position: int, rows: int) -> None:
         """One more slot takes part in a step of the draft model; the first one makes it cheap for the others."""
         if position < len(self._drafting):
-            self._drafting[position] += 1
+            self._drafting[position] += rows
             return
-        self._drafting.append(1)
+        self._drafting.append(rows)
         for other in self._worths:
             if self._candidates[other].model and self.counts[other] == position:
                 self._worths[other] = self._worth(other)
@@ -181,11 +182,16 @@ class _Step:
         """Seconds of a slot's next token, apart from its row in the target."""
         price = candidate.overhead if position == 0 else 0.0
         if candidate.model:
-            slots = self._drafting[position] if position < len(self._drafting) else 0
-            price += self._draft.at(slots + 1) - self._draft.at(slots)
-            if position == 0 and candidate.backlog:
+            rows = self._drafting[position] if position < len(self._drafting) else 0
+            price += self._draft.at(rows + _rows(candidate, position)) - self._draft.at(rows)
+            if position == 0 and candidate.backlog > _USUAL_BACKLOG:
                 price += self._draft.at(candidate.backlog) / self._rounds
         return price
+
+
+def _rows(candidate: Candidate, position: int) -> int:
+    """Of a slot in a step of the draft model. What it has missed beyond the usual is written off over many rounds."""
+    return min(candidate.backlog, _USUAL_BACKLOG) if position == 0 else 1
 
 
 def _expected(probability: float, n: int) -> float:

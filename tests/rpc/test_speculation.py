@@ -26,10 +26,10 @@ async def test_a_text_does_not_change_and_says_what_was_drafted(client: Client) 
     async with client.generate(
         PROMPT, max_tokens=200, temperature=0, ignore_eos=True, speculation=SpeculationOptions(enabled=False)
     ) as generation:
-        plain = await generation
+        plain = await generation.complete()
     assert plain.speculation is None
     async with client.generate(PROMPT, max_tokens=200, temperature=0, ignore_eos=True) as generation:
-        drafted = await generation
+        drafted = await generation.complete()
     assert drafted.token_ids == plain.token_ids
     told = drafted.speculation
     assert told is not None  # at the latest a probe drafts
@@ -53,7 +53,7 @@ async def test_options_bound_the_drafts_of_a_request(client: Client) -> None:
     async with client.generate(
         PROMPT, max_tokens=200, temperature=0, ignore_eos=True, speculation=SpeculationOptions(n_max=1)
     ) as generation:
-        told = (await generation).speculation
+        told = (await generation.complete()).speculation
     assert told is None or len(told.accepted_per_position) == 1
 
 
@@ -69,6 +69,6 @@ async def test_options_bound_the_drafts_of_a_request(client: Client) -> None:
 async def test_bad_options_name_the_field(client: Client, options: SpeculationOptions, field: str) -> None:
     with pytest.raises(InvalidArgument) as caught:
         async with client.generate(PROMPT, max_tokens=4, speculation=options) as generation:
-            await generation
+            await generation.complete()
     assert [violation.field for violation in caught.value.violations] == [field]
     assert caught.value.code is grpc.StatusCode.INVALID_ARGUMENT

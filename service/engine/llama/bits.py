@@ -32,21 +32,32 @@ def keeps_its_bits(context: Subject) -> bool:
     count = min(2 * context.micro_batch + 3, context.size // 4, context.max_rows - 1)
     tokens, others = (dice.integers(0, context.vocabulary, count).tolist() for _ in range(2))
     outputs = min(4, context.max_outputs - 1)
-    at_once = _scores(context, [Segment(0, tokens, 0, outputs)])
+    try:
+        at_once = _scores(context, [Segment(0, tokens, 0, outputs)])
+        return _alone(context, tokens, at_once) and _in_company(context, tokens, others, at_once)
+    finally:
+        for sequence in range(min(2, context.scratch)):
+            context.keep(sequence, 0)
+
+
+def _alone(context: Subject, tokens: Sequence[int], at_once: Sequence[Logits]) -> bool:
     context.keep(0, 0)
     for place, token in enumerate(tokens):
-        last = _scores(context, [Segment(0, [token], place, 1)])
-        if place >= count - outputs and not np.array_equal(last[0], at_once[place - count]):
+        scores = _scores(context, [Segment(0, [token], place, 1)])
+        left = len(tokens) - place
+        if left <= len(at_once) and not np.array_equal(scores[0], at_once[-left]):
             return False
+    return True
+
+
+def _in_company(context: Subject, tokens: Sequence[int], others: Sequence[int], at_once: Sequence[Logits]) -> bool:
     context.keep(0, 0)
-    for place in range(0, count, _STRIDE):
-        rows = tokens[place : place + _STRIDE]
+    scores: list[Logits] = []
+    for place in range(0, len(tokens), _STRIDE):
         start = place // _STRIDE * _COMPANY
-        company = [Segment(1, others[start : start + _COMPANY], start)] if context.scratch > 1 else []
-        last = _scores(context, [*company, Segment(0, rows, place, 1)])
-    for sequence in range(min(2, context.scratch)):
-        context.keep(sequence, 0)
-    return np.array_equal(last[0], at_once[-1])
+        company = [Segment(1, others[start : start + _COMPANY], start, 1)] if context.scratch > 1 else []
+        scores = _scores(context, [*company, Segment(0, tokens[place : place + _STRIDE], place, 1)])
+    return np.array_equal(scores[-1], at_once[-1])
 
 
 def _scores(context: Subject, segments: Sequence[Segment]) -> list[Logits]:

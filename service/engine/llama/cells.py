@@ -34,8 +34,9 @@ class Cells:
 
     def __init__(self) -> None:
         self._holes: list[int] = []
-        """Free cells below `_end`, in order."""
-        self._end = 0
+        """Free cells below `end`, in order."""
+        self.end = 0
+        """Behind the last cell in use."""
         self._held: dict[int, list[int]] = {}
 
     def of(self, sequence: int) -> Sequence[int]:
@@ -48,17 +49,17 @@ class Cells:
         taken = min(count, len(self._holes))
         held += self._holes[:taken]
         del self._holes[:taken]
-        held += range(self._end, self._end + count - taken)
-        self._end += count - taken
+        held += range(self.end, self.end + count - taken)
+        self.end += count - taken
 
     def drop(self, sequence: int, length: int) -> None:
         """The tokens of a sequence from position `length` on were removed."""
         held = self._held.get(sequence, [])
         self._holes = sorted(self._holes + held[length:])
         del held[length:]
-        while self._holes and self._holes[-1] == self._end - 1:
+        while self._holes and self._holes[-1] == self.end - 1:
             self._holes.pop()
-            self._end -= 1
+            self.end -= 1
 
     def arrange(self, segments: Iterable[Segment]) -> Arrangement:
         """The order of segments, and the plugs between them, with which each sequence gets cells behind its own."""

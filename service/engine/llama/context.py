@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +16,7 @@ import psutil
 from service.engine.batch import DecodeStatus, Logits, Segment
 from service.engine.llama import library
 from service.engine.llama.bits import keeps_its_bits
-from service.engine.llama.invariant import MICRO_BATCH, InvariantDecoder
+from service.engine.llama.invariant import MICRO_BATCH, SPLIT_ATTENTION, InvariantDecoder
 from service.engine.llama.memory import Memory
 from service.engine.llama.model import Model
 from service.engine.settings import ContextSettings, RollbackChoice
@@ -67,9 +68,7 @@ class Context:
         self._logits: Logits = np.empty((0, self.vocabulary), np.float32)
         try:
             self._open_best(model, settings, drafting)
-            # what left the window of one sequence is taken for another one, at places that nobody can tell
-            lonely = settings.slots == 1 or not self._window
-            self.deterministic = settings.deterministic and lonely and keeps_its_bits(self)
+            self.deterministic = self._promises(model, settings)
         except BaseException:
             self.close()
             raise
@@ -90,6 +89,22 @@ class Context:
                 f"rollback: {drafting.rollback} does not work with this model's memory, {self.rollback.value} does",
                 reason="ROLLBACK_UNUSABLE",
             )
+
+    def _promises(self, model: Model, settings: ContextSettings) -> bool:
+        """Whether every row keeps its bits; finds out whether a single row does so without company.
+
+        What left the window of one sequence is taken for another one, at places that nobody can tell. And a test of a
+        few tokens does not speak for the kernels of a GPU.
+        """
+        if self._invariant is None or (self._window and settings.slots > 1) or model.on_gpu:
+            return False
+        types = {settings.cache_type_k, settings.cache_type_v}
+        split = self._attends and types in ({"f16"}, {"f32"}, {"f16", "f32"})  # f32 is made f16 for attention
+        self._invariant.single_up_to = SPLIT_ATTENTION if split else math.inf
+        if keeps_its_bits(self):
+            return True
+        self._invariant.single_up_to = 0
+        return keeps_its_bits(self)
 
     def _open(self, model: Model, settings: ContextSettings, drafting: Drafting, snapshots: int) -> None:
         library.clear_complaints()

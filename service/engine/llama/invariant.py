@@ -1,8 +1,7 @@
 """Deterministic decodes: the logits of a row do not depend on the rows beside it, bit for bit.
 
-ggml's kernels take another path for a single row, and another one for 64 rows and more. So a micro-batch never has one
-row, and never more than `MICRO_BATCH`: where one row would be left over, a row of the scratch sequence joins it. A
-recurrent memory cuts a decode into micro-batches of equally many rows a sequence; it is given segments of one length at
+ggml's kernels take another path for 64 rows and more, and some of them for a single row. So a micro-batch never has
+more rows than `MICRO_BATCH`, and where a single row matters a row of the scratch sequence joins it. A recurrent memory cuts a decode into micro-batches of equally many rows a sequence; it is given segments of one length at
 a time, so that nothing is left over. And the cells of a sequence stay in the order of its tokens, see `cells`.
 """
 
@@ -21,6 +20,9 @@ from service.engine.llama.memory import Memory
 
 MICRO_BATCH = 32
 """The most rows of a micro-batch."""
+
+SPLIT_ATTENTION = 256
+"""Cells from which on the attention of a single row is split, if keys and values are both in f16 or both in f32."""
 
 
 class Library(Protocol):
@@ -54,6 +56,8 @@ class InvariantDecoder:
         self._recurrent, self._size = recurrent, size
         self._cells = memory.cells = Cells() if size else None
         self.logits: Logits = np.empty((0, 0), np.float32)
+        self.single_up_to: float = 0
+        """Cells in use up to which a single row has the bits that it has in company."""
 
     def decode(self, segments: Sequence[Segment]) -> DecodeStatus:
         """NO_ROOM only where nothing was done."""
@@ -115,8 +119,10 @@ class InvariantDecoder:
                 scratch += count
             rows.append(segment)
         total = sum(len(segment.tokens) for segment in rows)
-        lonely = len(segments) == 1 and total == 1 if self._recurrent else total % self._micro_batch == 1
-        return [*rows, Segment(self._scratch, [0], scratch)] if lonely else rows
+        single = len(segments) == 1 and total == 1 if self._recurrent else total % self._micro_batch == 1
+        if single and (0 if self._cells is None else self._cells.end) + total > self.single_up_to:
+            rows.append(Segment(self._scratch, [0], scratch))
+        return rows
 
     def _decode_rows(self, segments: Sequence[Segment]) -> DecodeStatus:
         status = self._library.decode_rows(segments)

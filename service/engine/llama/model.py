@@ -45,6 +45,7 @@ class Model:
         if not self.handle:
             why = library.last_complaint("llama.cpp gave no reason")
             raise ConfigError(f"{field}: cannot load {path}: {why}", reason="MODEL_UNUSABLE")
+        self.on_gpu = library.supports_gpu_offload() and settings.gpu_layers != 0
         self.vocab_handle = llama_cpp.llama_model_get_vocab(self.handle)
         self._adapters: list[tuple[Any, float]] = []
         try:
