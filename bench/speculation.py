@@ -139,9 +139,12 @@ async def measure(rounds: int, tiny: Path | None) -> Figures:
             await compare(figures, f"n-grams, prose, {streams} streams", clients, _prose(streams), rounds)
         mixed = [[text] for pairs in zip(REPETITIVE * 2, OPENINGS[:4], strict=True) for text in pairs]
         await compare(figures, "n-grams, mixed", clients, mixed, rounds)
-    async with pair(smollm2("Q4_0"), ("--deterministic",), ()) as clients:
-        for streams in (1, 8):
-            await compare(figures, f"deterministic, {streams} streams", clients, _prose(streams), rounds)
+    for keys in ("f16", "q8_0"):
+        options = ("--deterministic", "--cache-type-k", keys)
+        async with pair(smollm2("Q4_0"), options, ()) as clients:
+            for streams in (1, 8):
+                name = f"deterministic, {keys} keys, {streams} streams"
+                await compare(figures, name, clients, _prose(streams), rounds)
     if tiny is not None:
         target, draft = tiny / "tiny-hybrid.Q8_0.gguf", tiny / "tiny-hybrid-draft.Q8_0.gguf"
         for rollback in ("snapshots", "checkpoint"):

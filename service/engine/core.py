@@ -47,7 +47,9 @@ class Core:
         self._meter = Meter()
         self._speculation: Speculation | None = None
         if speculation is not None and speculation.rows:
-            self._speculation = Speculation(speculation, self._info.slots, self._info.slot_context, runner.draft, clock)
+            self._speculation = Speculation(speculation, self._info, runner.draft, clock)
+        self._checkpoint_seconds = 0.0
+        """Of each slot, in the last step that took checkpoints."""
         self._uses = 0
         self._outcomes: list[Outcome] = []
 
@@ -240,8 +242,7 @@ class Core:
             return
         began = self._clock()
         self._meter.checkpoints(sum(self._runner.checkpoint(segment.slot) for segment in rounds))
-        assert self._speculation is not None
-        self._speculation.observe_overhead((self._clock() - began) / len(rounds))
+        self._checkpoint_seconds = (self._clock() - began) / len(rounds)
 
     def _make_room(self) -> None:
         """Empty the idle slot that was used longest ago; with none left, end the newest request."""
@@ -336,11 +337,14 @@ class Core:
             accepted = sum(token == proposed for token, proposed in zip(drawn, draft, strict=False))
             sequence.tally.round(len(draft), accepted)
             self._meter.round(len(draft), accepted)
+        began = self._clock()
         if length < len(slot.tokens):
             kept = self._runner.keep(slot.id, length)
             slot.replay = slot.tokens[kept:length]
             del slot.tokens[kept:]
         if self._speculation is not None:
+            if draft:
+                self._speculation.observe_overhead(self._checkpoint_seconds + self._clock() - began)
             self._speculation.settle(slot, drawn, len(draft), accepted)
 
     # endings

@@ -19,7 +19,7 @@ from service.engine.rowcost import RowCost
 from service.engine.settings import SpeculationSettings
 from service.engine.slots import Slot
 from service.engine.tempo import Candidate, Tempo
-from service.engine.types import DraftOptions, Request
+from service.engine.types import DraftOptions, ModelInfo, Request, Rollback
 
 REPLAY_LIMIT = 32
 """Tokens that may wait to be computed again; then a step without a draft computes them."""
@@ -63,21 +63,21 @@ class _Offer:
 class Speculation:
     """Drafts for the slots of one engine. Not thread-safe.
 
-    `slot_context` is the most tokens of a slot. `draft` computes the draft model, where there is one.
+    `target` is the model that decides; `draft` computes the draft model, where there is one.
     """
 
     def __init__(
         self,
         settings: SpeculationSettings,
-        slots: int,
-        slot_context: int,
+        target: ModelInfo,
         draft: Decoder | None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._settings, self._slot_context, self._clock = settings, slot_context, clock
+        self._settings, self._slot_context, self._clock = settings, target.slot_context, clock
+        self._replays = target.capabilities.rollback is Rollback.CHECKPOINT
         self.tempo = Tempo()
         self._draft = draft
-        self._model = DraftModel(draft, slots, self.tempo.draft, clock) if draft is not None else None
+        self._model = DraftModel(draft, target.slots, self.tempo.draft, clock) if draft is not None else None
         self._ngram_prior, self._model_prior = Acceptance(memory=_PRIOR_MEMORY), Acceptance(memory=_PRIOR_MEMORY)
         self._texts: dict[int, _Text] = {}
         self._overhead = 0.0
@@ -214,8 +214,14 @@ class Speculation:
             candidate = Candidate(text.model, limit, text.model.probability(), model=True, backlog=backlog)
         else:
             return None
-        candidate.overhead = self._overhead
+        candidate.overhead = self._overhead + (self._replay_cost(candidate) if self._replays else 0.0)
         return _Offer(slot, text, candidate, proposal, match)
+
+    def _replay_cost(self, candidate: Candidate) -> float:
+        """Expected seconds of the rows that come again after a rejection."""
+        p, n = candidate.probability, candidate.limit
+        kept = n if p >= 1 else (1 - p**n) / (1 - p)  # the newest token and the accepted ones
+        return float((1 - p**n) * kept * self.tempo.target.least_slope(1))
 
     def _would_ask(self, busy: int) -> bool:
         """Whether the draft model would be worth its time if all busy slots were generating."""

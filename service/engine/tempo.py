@@ -18,7 +18,7 @@ _MARGIN = 1.03  # times the speed without drafts has to be expected, or the diff
 _UNSURE = 1.15  # the same where the speed without drafts was hardly measured, which it will be then
 _ROOM = 0.02  # of a step is the least that a row is taken to cost when tokens compete for it
 _ROUNDS = 16  # over which catching up with a slot's text is written off
-_USUAL_BACKLOG = 2  # after a draft that was accepted in full: its last token, and the target's own
+_USUAL_BACKLOG = 8  # comes with every round: the target's own token, and what the draft's memory could not keep
 
 
 @dataclass(slots=True)

@@ -94,9 +94,12 @@ class InvariantDecoder:
                 status = self._decode_rows([Segment(self._scratch, [0] * filled, 0)])
                 if status is not DecodeStatus.OK:
                     return status
-            return self._decode_rows(self._padded(part.segments, plugs, filled))
+            rows = self._padded(part.segments, plugs, filled)
+            filled += len(rows) - len(part.segments)
+            return self._decode_rows(rows)
         finally:
-            self._memory.clear(self._scratch)
+            if filled:
+                self._memory.clear(self._scratch)
 
     def _arrange(self, part: Part) -> list[int]:
         """The rows to put before each segment; moves the sequences that would need too many."""
