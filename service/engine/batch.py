@@ -46,6 +46,13 @@ class Sampler(Protocol):
     def draw(self, logits: Logits) -> int:
         """The next token. Raises EngineFailure where nothing may follow (a grammar at a dead end)."""
 
+    @property
+    def draws(self) -> int:
+        """How often it has taken random numbers."""
+
+    def resume(self, tokens: Sequence[int], draws: int) -> None:
+        """Be as if `tokens` had been drawn, with so many draws. To be called before the first draw."""
+
     def close(self) -> None:
         """Free what it holds; may be called more than once."""
 
@@ -79,6 +86,14 @@ class Decoder(Protocol):
     def keep(self, slot: int, length: int) -> int:
         """Drop the tokens of `slot` from position `length` on. Returns how many are left: `length`, or fewer where the
         memory can only go back to a checkpoint; 0 where it cannot go back at all and was emptied.
+        """
+
+    def state(self, slot: int) -> memoryview:
+        """The state of a slot as bytes: a copy, with llama.cpp's prefix. Raises EngineFailure."""
+
+    def put_back(self, slot: int, state: memoryview, length: int) -> bool:
+        """Replace what a slot holds by a state of `length` tokens, which has been checked. Returns False where it does
+        not fit; the slot is empty then.
         """
 
     def close(self) -> None:

@@ -11,20 +11,19 @@ from collections.abc import Sequence as Tokens
 from service.engine.batch import DecodeStatus, Runner, Segment
 from service.engine.meter import Meter
 from service.engine.pacing import Pacer
+from service.engine.seats import RETRY_AFTER, Seats
 from service.engine.scheduler import Drafts, Plan, plan
 from service.engine.sequence import Sequence
 from service.engine.settings import SchedulingSettings, SpeculationSettings
 from service.engine.slots import Slot, choose
 from service.engine.speculation import Speculation
-from service.engine.types import Event, FinishReason, Load, Progress, SlotInfo, Started
-from service.errors import Conflict, DeadlineExceeded, EngineFailure, Exhausted, SlotwireError
+from service.engine.types import Event, FinishReason, Load, Paused, Progress, SlotContents, SlotInfo, Started
+from service.errors import DeadlineExceeded, EngineFailure, Exhausted, SlotwireError
 
 log = logging.getLogger("slotwire.engine")
 
 Outcome = tuple[str, Event | SlotwireError]
 """A request's id and what happened to it; `Finished` or an error is the last."""
-
-_RETRY_AFTER = 1.0  # seconds; slots turn over faster than anyone could predict from here
 
 
 class Core:
@@ -41,16 +40,16 @@ class Core:
         self._settings = settings
         self._clock = clock
         self._info = runner.info
-        self._slots = [Slot(index) for index in range(self._info.slots)]
         self._queue: deque[Sequence] = deque()
         self._pacer = Pacer(settings.pace, runner.max_rows)
         self._meter = Meter()
         self._speculation: Speculation | None = None
         if speculation is not None and speculation.rows:
             self._speculation = Speculation(speculation, self._info, runner.draft, clock)
+        self._seats = Seats(runner, self._speculation)
+        self._slots = self._seats.slots
         self._checkpoint_seconds = 0.0
         """Of each slot, in the last step that took checkpoints."""
-        self._uses = 0
         self._outcomes: list[Outcome] = []
 
     def calibrate(self) -> None:
@@ -66,7 +65,7 @@ class Core:
             sequence.sampler.close()
             error = Exhausted(
                 f"{len(self._queue)} requests are waiting; the limit is {self._settings.queue}",
-                retry_after=_RETRY_AFTER,
+                retry_after=RETRY_AFTER,
                 reason="QUEUE_FULL",
                 limit=self._settings.queue,
             )
@@ -81,9 +80,9 @@ class Core:
                 self._queue.remove(sequence)
                 sequence.sampler.close()
                 return
-        for slot, sequence in self._busy():
+        for slot, sequence in self._seats.busy():
             if sequence.request.id == request_id:
-                self._release(slot)
+                self._seats.release(slot)
                 return
 
     def fail_all(self, error: SlotwireError) -> None:
@@ -95,7 +94,7 @@ class Core:
         for slot in self._slots:
             if slot.sequence is not None:
                 self._fail(slot, error)
-            self._clear(slot)
+            self._seats.clear(slot)
 
     def take_outcomes(self) -> list[Outcome]:
         """What happened since the last call, in order."""
@@ -109,13 +108,19 @@ class Core:
 
     def erase(self, slot_id: int) -> int:
         """Empty an idle slot; returns how many tokens it held. Raises Conflict where it is busy."""
-        slot = self._slots[slot_id]
-        if slot.busy:
-            raise Conflict(f"slot {slot_id} is busy", reason="SLOT_BUSY", slot=slot_id)
-        count = len(slot.tokens)
-        self._clear(slot)
-        slot.session, slot.cache_key = None, ""
-        return count
+        return self._seats.erase(slot_id)
+
+    def contents(self, slot_id: int, *, with_draft: bool = True) -> SlotContents:
+        """What a slot holds, busy or not. Raises EngineFailure."""
+        return self._seats.contents(slot_id, with_draft=with_draft)
+
+    def put(self, slot_id: int, contents: SlotContents) -> bool:
+        """Replace what an idle slot holds; see `Seats.put`."""
+        return self._seats.put(slot_id, contents)
+
+    def take_paused(self, slot_id: int) -> Paused:
+        """The generation that was restored with a slot. Raises Conflict where there is none."""
+        return self._seats.take_paused(slot_id)
 
     def load(self) -> Load:
         return self._meter.load(
@@ -155,7 +160,7 @@ class Core:
             self._queue.remove(sequence)
             sequence.sampler.close()
             self._outcomes.append((sequence.request.id, _end_of_time(sequence, now)))
-        for slot, sequence in list(self._busy()):
+        for slot, sequence in list(self._seats.busy()):
             if _over(sequence, now):
                 outcome = _end_of_time(sequence, now)
                 if isinstance(outcome, SlotwireError):
@@ -166,39 +171,19 @@ class Core:
     def _admit(self, now: float) -> None:
         """Give slots to those who can have one, in the order of their arrival."""
         for sequence in list(self._queue):
-            if all(slot.busy for slot in self._slots) or not self._fits(sequence):
+            if all(slot.busy for slot in self._slots) or not self._seats.fits(sequence):
                 return  # nobody overtakes a prompt that waits for room
-            slot = choose(self._slots, sequence.request)
+            slot = choose(self._slots, sequence)
             if slot is not None:
                 self._queue.remove(sequence)
-                self._start(slot, sequence, now)
-
-    def _fits(self, sequence: Sequence) -> bool:
-        """Whether the prompt has room beside the busy slots; if not, it waits rather than being cut off later."""
-        if self._info.capabilities.recurrent:  # a state of constant size for each slot
-            return True
-        busy = sum(max(slot.length, len(s.request.tokens)) + 1 for slot, s in self._busy())
-        return busy + len(sequence.request.tokens) < self._info.context or not busy
-
-    def _start(self, slot: Slot, sequence: Sequence, now: float) -> None:
-        request = sequence.request
-        slot.replay.clear()  # where it is a part of the prompt, it is computed as one
-        reused = slot.common_prefix(request)
-        if reused < len(slot.tokens):
-            reused = self._runner.keep(slot.id, reused)
-            del slot.tokens[reused:]
-        self._uses += 1
-        slot.used, slot.last_used = self._uses, time.time()
-        slot.session, slot.cache_key, slot.sequence = request.session, request.cache_key, sequence
-        sequence.start(reused, now)
-        if self._speculation is not None:
-            self._speculation.open(slot, request)
-        self._meter.request(reused)
-        self._outcomes.append((request.id, Started(slot.id, len(request.tokens), reused)))
+                reused = self._seats.seat(slot, sequence, now)
+                self._meter.request(reused)
+                request = sequence.request
+                self._outcomes.append((request.id, Started(slot.id, len(request.tokens), reused)))
 
     def _draft(self) -> Drafts:
         """What the generating slots draft for this step."""
-        generating = [slot for slot, sequence in self._busy() if sequence.pending is not None]
+        generating = self._seats.generating()
         if self._speculation is None or not generating:
             return {}
         prompt_rows = self._prompt_rows(len(generating))
@@ -209,14 +194,13 @@ class Core:
 
     def _prompt_rows(self, generating: int) -> int:
         """The most rows of prompts that fit the pace; 0 where no prompt is being processed."""
-        prompts = any(sequence.pending is None for _, sequence in self._busy())
+        prompts = any(sequence.pending is None for _, sequence in self._seats.busy())
         rows = self._pacer.prompt_rows(generating, prompts)
         return rows if prompts else 0
 
     def _run(self, drafts: Drafts) -> Plan:
         """Decode the next batch; where the cache is full, make room and plan again."""
-        generating = sum(sequence.pending is not None for _, sequence in self._busy())
-        prompt_rows = self._prompt_rows(generating)
+        prompt_rows = self._prompt_rows(len(self._seats.generating()))
         while True:
             work = plan(self._slots, prompt_rows, self._runner.max_rows, drafts)
             if not work.segments:
@@ -246,21 +230,17 @@ class Core:
 
     def _make_room(self) -> None:
         """Empty the idle slot that was used longest ago; with none left, end the newest request."""
-        idle = [slot for slot in self._slots if slot.tokens and not slot.busy]
-        if idle:
-            slot = min(idle, key=lambda slot: slot.used)
-            log.info("evict slot %d: %d tokens, the cache is full", slot.id, len(slot.tokens))
-            self._clear(slot)
+        if self._seats.evict():
             return
-        newest = max((slot for slot, _ in self._busy()), key=lambda slot: slot.used)
+        newest = max((slot for slot, _ in self._seats.busy()), key=lambda slot: slot.used)
         error = Exhausted(
             f"the context of {self._info.context} tokens is full, and this is the newest of the running requests",
-            retry_after=_RETRY_AFTER,
+            retry_after=RETRY_AFTER,
             reason="CACHE_FULL",
             context_tokens=self._info.context,
         )
         self._fail(newest, error)
-        self._clear(newest)
+        self._seats.clear(newest)
 
     def _drop_batch(self, segments: list[Segment]) -> None:
         """The library failed: those who were in the batch cannot go on, the others can."""
@@ -268,28 +248,32 @@ class Core:
             slot = self._slots[segment.slot]
             if slot.busy:
                 self._fail(slot, EngineFailure("the model failed to compute this request", reason="DECODE_FAILED"))
-            self._clear(slot)
+            self._seats.clear(slot)
 
     def _commit(self, work: Plan, now: float) -> int:
         """Take over what was computed; returns how many tokens were drawn."""
         output = drawn = 0
         for segment in work.segments:
-            slot = self._slots[segment.slot]
-            replayed = min(len(slot.replay), len(segment.tokens))
-            del slot.replay[:replayed]
-            slot.tokens.extend(segment.tokens)
+            replayed = self._seats.add(segment)
             self._meter.replay(replayed)
+            slot = self._slots[segment.slot]
             sequence = slot.sequence
             if sequence is None:  # an idle slot whose memory is complete now
                 continue
             sequence.tally.replayed += replayed
-            if sequence.pending is None and sequence.request.progress:
-                progress = Progress(len(slot.tokens), len(sequence.request.tokens))
-                self._outcomes.append((sequence.request.id, progress))
+            if sequence.pending is None:
+                self._read(slot, sequence, now)
             if segment.outputs:
                 drawn += self._advance(slot, sequence, segment, output, now)
                 output += segment.outputs
         return drawn
+
+    def _read(self, slot: Slot, sequence: Sequence, now: float) -> None:
+        """A part of a prompt was computed."""
+        sequence.read(len(slot.tokens), now)
+        if sequence.request.progress:
+            progress = Progress(len(slot.tokens), len(sequence.reading))
+            self._outcomes.append((sequence.request.id, progress))
 
     def _follow(self, speculation: Speculation, work: Plan) -> None:
         """Let the draft model read what was computed of prompts."""
@@ -302,6 +286,9 @@ class Core:
 
         `output` is the index of the segment's first row with an output. Returns how many tokens were drawn.
         """
+        if sequence.request.max_tokens == 0:
+            self._finish(slot, sequence, FinishReason.LENGTH, now)
+            return 0
         draft = segment.tokens[len(segment.tokens) - segment.outputs + 1 :]
         length = len(slot.tokens) - len(draft)  # of the memory, as far as it is certain
         drawn: list[int] = []
@@ -338,10 +325,7 @@ class Core:
             sequence.tally.round(len(draft), accepted)
             self._meter.round(len(draft), accepted)
         began = self._clock()
-        if length < len(slot.tokens):
-            kept = self._runner.keep(slot.id, length)
-            slot.replay = slot.tokens[kept:length]
-            del slot.tokens[kept:]
+        self._seats.take_back(slot, length)
         if self._speculation is not None:
             if draft:
                 self._speculation.observe_overhead(self._checkpoint_seconds + self._clock() - began)
@@ -354,32 +338,12 @@ class Core:
         if rest is not None:
             self._outcomes.append((sequence.request.id, rest))
         self._outcomes.append((sequence.request.id, sequence.finished(reason, now)))
-        self._release(slot)
+        self._seats.release(slot)
 
     def _fail(self, slot: Slot, error: SlotwireError) -> None:
         assert slot.sequence is not None
         self._outcomes.append((slot.sequence.request.id, error))
-        self._release(slot)
-
-    def _release(self, slot: Slot) -> None:
-        assert slot.sequence is not None
-        slot.sequence.sampler.close()
-        slot.last_sequence, slot.sequence = slot.sequence, None
-        slot.last_used = time.time()
-        if self._speculation is not None:
-            self._speculation.close(slot)
-
-    def _clear(self, slot: Slot) -> None:
-        self._runner.keep(slot.id, 0)  # also where no tokens are known: a failed decode may have left some
-        slot.tokens.clear()
-        slot.replay.clear()
-        if self._speculation is not None:
-            self._speculation.forget(slot)
-
-    def _busy(self) -> Iterator[tuple[Slot, Sequence]]:
-        for slot in self._slots:
-            if slot.sequence is not None:
-                yield slot, slot.sequence
+        self._seats.release(slot)
 
 
 def _over(sequence: Sequence, now: float) -> bool:

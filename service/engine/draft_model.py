@@ -52,6 +52,19 @@ class DraftModel:
             self._decoder.keep(slot, 0)
             self._held[slot].clear()
 
+    def state(self, slot: int) -> tuple[int, memoryview] | None:
+        """How many tokens of the text are in the memory of `slot`, and their state; None where there are none."""
+        held = len(self._held[slot])
+        return (held, self._decoder.state(slot)) if held else None
+
+    def put_back(self, slot: int, tokens: Sequence[int], state: memoryview) -> bool:
+        """Take a state over that is the one of `tokens`. Returns False where it does not fit, and the slot is empty."""
+        self.forget(slot)
+        if not self.has_room(slot, len(tokens)) or not self._decoder.put_back(slot, state, len(tokens)):
+            return False
+        self._held[slot] = list(tokens)
+        return True
+
     def backlog(self, slot: int, length: int) -> int:
         """Tokens of a text of `length` tokens that are not in the memory yet."""
         return length - len(self._held[slot])

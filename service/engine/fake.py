@@ -78,6 +78,17 @@ class FakeDecoder:
             self.checkpoints.pop(slot, None)
         return len(self.memory[slot])
 
+    def state(self, slot: int) -> memoryview:
+        return np.array(self.memory.get(slot, []), np.int32).data.cast("B")
+
+    def put_back(self, slot: int, state: memoryview, length: int) -> bool:
+        self.keep(slot, 0)
+        tokens = np.frombuffer(state, np.int32).tolist()
+        if len(tokens) != length or sum(map(len, self.memory.values())) + length > self.size:
+            return False
+        self.memory[slot] = tokens
+        return True
+
     def close(self) -> None:
         self.closed = True
 

@@ -49,9 +49,10 @@ def plan(slots: Sequence[Slot], prompt_rows: int, max_rows: int, drafts: Drafts)
         if left <= 0:
             break
         assert slot.sequence is not None
-        start, prompt = len(slot.tokens), slot.sequence.request.tokens
-        chunk = prompt[start : start + left]
-        segments.append(Segment(slot.id, chunk, start, outputs=int(start + len(chunk) == len(prompt))))
+        start, reading = len(slot.tokens), slot.sequence.reading
+        chunk = reading[start : start + left]
+        drawn_from = start + len(chunk) == len(reading) and not slot.sequence.resumed
+        segments.append(Segment(slot.id, chunk, start, outputs=int(drawn_from)))
         left -= len(chunk)
     return Plan(segments, len(generating), share - left)
 

@@ -21,13 +21,21 @@ from service.engine.types import (
 
 
 class Sequence:
-    """A request with its sampler and what it has produced. Times are seconds of `time.monotonic`."""
+    """A request with its sampler and what it has produced. Times are seconds of `time.monotonic`.
 
-    def __init__(self, request: Request, sampler: Sampler) -> None:
+    With `generated` tokens it goes on behind them, and so does its sampler; `pieces` are the vocabulary's then.
+    """
+
+    def __init__(
+        self, request: Request, sampler: Sampler, generated: Tokens[int] = (), pieces: Tokens[bytes] = ()
+    ) -> None:
         self.request = request
         self.sampler = sampler
         self.reused = 0
-        self.generated = 0
+        self.tokens: list[int] = list(generated)
+        """All that were drawn."""
+        self.reading = (*request.tokens, *generated[:-1]) if generated else request.tokens
+        """What has to be in the memory before a token can be drawn."""
         self.pending: int | None = None
         """The newest token, whose state is not in the cache yet; None while the prompt is processed."""
         self.tally = Tally()
@@ -35,17 +43,35 @@ class Sequence:
         self._text = TextStream(request.stop)
         self._unsent: list[int] = []
         self._logprobs: list[TokenLogprob] = []
+        for token in generated:  # what came of them was sent; what is held back is not
+            self._text.push(pieces[token])
+
+    @property
+    def generated(self) -> int:
+        """Tokens drawn."""
+        return len(self.tokens)
+
+    @property
+    def resumed(self) -> bool:
+        """Whether it goes on behind tokens that were drawn elsewhere, and none has been drawn since."""
+        return self.pending is None and bool(self.tokens)
 
     def start(self, reused: int, now: float) -> None:
         self.reused, self.started = reused, now
+        self.read(reused, now)
+
+    def read(self, length: int, now: float) -> None:
+        """The memory holds `length` tokens of what is to be read."""
+        if self.resumed and length == len(self.reading):
+            self.pending, self.first_token = self.tokens[-1], now
 
     def take(
         self, token: int, logits: Logits, pieces: Tokens[bytes], end_tokens: frozenset[int], now: float
     ) -> tuple[Delta | None, FinishReason | None]:
         """Accept the drawn token. Returns what can be sent, and why the text ends with it, if it does."""
-        if self.generated == 0:
+        if not self.tokens:
             self.first_token = now
-        self.generated += 1
+        self.tokens.append(token)
         self.pending = token
         if token in end_tokens:
             return None, FinishReason.END_OF_TEXT

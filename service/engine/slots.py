@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from service.engine.sequence import Sequence
-from service.engine.types import Request, SlotInfo, SlotState
+from service.engine.types import Paused, SlotInfo, SlotState
 
 
 @dataclass(slots=True, eq=False)
@@ -29,6 +29,8 @@ class Slot:
     """Grows with each use, so that the least recently used slot has the smallest."""
     last_used: float | None = None
     """Seconds since the epoch."""
+    paused: Paused | None = None
+    """A generation that was restored with the slot and can go on."""
 
     @property
     def busy(self) -> bool:
@@ -45,11 +47,14 @@ class Slot:
             return SlotState.IDLE
         return SlotState.PROMPT if self.sequence.pending is None else SlotState.GENERATING
 
-    def common_prefix(self, request: Request) -> int:
-        """Tokens at the start of the request's prompt whose state the slot holds; one is always left to compute."""
+    def common_prefix(self, sequence: Sequence) -> int:
+        """Tokens at the start of what a sequence reads whose state the slot holds; one is left to compute, so that the
+        next one can be drawn from it, unless that was done before.
+        """
+        request, reading = sequence.request, sequence.reading
         if not request.reuse_prefix or request.cache_key != self.cache_key:
             return 0
-        return min(common_prefix(self.tokens, request.tokens), len(request.tokens) - 1)
+        return min(common_prefix(self.tokens, reading), len(reading) - (not sequence.resumed))
 
     def info(self, context: int) -> SlotInfo:
         sequence = self.sequence or self.last_sequence
@@ -76,13 +81,14 @@ def common_prefix(left: Tokens[int], right: Tokens[int]) -> int:
     return int(differs[0]) if len(differs) else length
 
 
-def choose(slots: Tokens[Slot], request: Request) -> Slot | None:
-    """The slot for a request, or None where it has to wait.
+def choose(slots: Tokens[Slot], sequence: Sequence) -> Slot | None:
+    """The slot for a sequence, or None where it has to wait.
 
     In this order: the slot it asks for; the slot of its session; the idle slot with the longest common prefix, if at
     least half of what that slot holds is of use (or else a conversation that continues would pay for one that merely
     begins alike); the least recently used idle slot, an empty one first.
     """
+    request = sequence.request
     if request.slot_id is not None:
         asked = slots[request.slot_id]
         return None if asked.busy else asked
@@ -93,7 +99,7 @@ def choose(slots: Tokens[Slot], request: Request) -> Slot | None:
     idle = [slot for slot in slots if not slot.busy]
     if not idle:
         return None
-    prefix, best = max(((slot.common_prefix(request), slot) for slot in idle), key=lambda pair: (pair[0], pair[1].used))
+    prefix, best = max(((slot.common_prefix(sequence), slot) for slot in idle), key=lambda pair: (pair[0], pair[1].used))
     if prefix and 2 * prefix >= len(best.tokens):
         return best
     return min(idle, key=lambda slot: (len(slot.tokens) > 0, slot.used))

@@ -16,10 +16,11 @@ from service.engine.batch import Decoder, DecodeStatus, Segment
 from service.engine.draft_model import DraftModel, Wish
 from service.engine.ngram import NgramIndex, Shadow
 from service.engine.rowcost import RowCost
+from service.engine.sequence import Sequence
 from service.engine.settings import SpeculationSettings
 from service.engine.slots import Slot
 from service.engine.tempo import Candidate, Tempo
-from service.engine.types import DraftOptions, ModelInfo, Request, Rollback
+from service.engine.types import DraftOptions, ModelInfo, Rollback
 
 REPLAY_LIMIT = 32
 """Tokens that may wait to be computed again; then a step without a draft computes them."""
@@ -103,17 +104,18 @@ class Speculation:
 
     # the life of a text
 
-    def open(self, slot: Slot, request: Request) -> None:
-        """A request got a slot."""
+    def open(self, slot: Slot, sequence: Sequence) -> None:
+        """A sequence got a slot."""
+        text = [*sequence.request.tokens, *sequence.tokens]
         if self._model is not None:
-            self._model.open(slot.id, request.tokens)
-        if request.draft.n_max == 0:
+            self._model.open(slot.id, text)
+        if sequence.request.draft.n_max == 0:
             return
         index = NgramIndex() if self._settings.ngram else None
         if index is not None:
-            index.extend(request.tokens)
+            index.extend(text)
         self._texts[slot.id] = _Text(
-            request.draft, list(request.tokens), index, Track(self._ngram_prior), Track(self._model_prior)
+            sequence.request.draft, text, index, Track(self._ngram_prior), Track(self._model_prior)
         )
 
     def close(self, slot: Slot) -> None:
@@ -124,6 +126,14 @@ class Speculation:
         """The slot was emptied."""
         if self._model is not None:
             self._model.forget(slot.id)
+
+    def state(self, slot: Slot) -> tuple[int, memoryview] | None:
+        """What the draft model holds of a slot's text: a number of tokens, and their state."""
+        return self._model.state(slot.id) if self._model is not None else None
+
+    def put_back(self, slot: Slot, length: int, state: memoryview) -> bool:
+        """Take over the draft model's state of the first `length` tokens of an idle slot; False where it does not fit."""
+        return self._model is not None and self._model.put_back(slot.id, slot.tokens[:length], state)
 
     def follow(self, slot: Slot, busy: int) -> None:
         """The target has read a part of its prompt; let the draft model read it too, if it is likely to be asked beside

@@ -101,6 +101,7 @@ class Request:
     tokens: tuple[int, ...]
     sampling: Sampling
     max_tokens: int | None = None
+    """0: only the prompt is processed."""
     stop: tuple[str, ...] = ()
     logprobs: int | None = None
     """None: not wanted; n: the drawn token's and those of the n most likely ones."""
@@ -115,6 +116,34 @@ class Request:
     """Then the text ends with FinishReason.TIME_LIMIT."""
     deadline_at: float | None = None
     """Then the caller is gone, and nothing is sent any more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Paused:
+    """A generation between two tokens: what it takes to go on elsewhere to the same text.
+
+    `generated` are the tokens drawn so far, of which the last one's state is not in the memory. `draws` is how often
+    random numbers were taken.
+    """
+
+    request: Request
+    generated: tuple[int, ...]
+    draws: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class SlotContents:
+    """What a slot holds. States are as llama.cpp writes them, with its prefix of 8 bytes; `draft` is that of the draft
+    model, which may hold the first `draft_tokens` of the tokens only.
+    """
+
+    tokens: tuple[int, ...]
+    target: memoryview
+    draft: memoryview | None = None
+    draft_tokens: int = 0
+    session: str | None = None
+    cache_key: str = ""
+    paused: Paused | None = None
 
 
 class FinishReason(enum.Enum):

@@ -171,6 +171,12 @@ class Context:
     def keep(self, slot: int, length: int) -> int:
         return self.memory.keep(slot, length)
 
+    def state(self, slot: int) -> memoryview:
+        return self.memory.state(slot)
+
+    def put_back(self, slot: int, state: memoryview, length: int) -> bool:
+        return self.memory.put_back(slot, state, length)
+
     def close(self) -> None:
         if self.handle:
             llama_cpp.llama_free(self.handle)

@@ -36,6 +36,12 @@ class DraftRunner:
     def keep(self, slot: int, length: int) -> int:
         return self._context.keep(slot, length)
 
+    def state(self, slot: int) -> memoryview:
+        return self._context.memory.state(slot)
+
+    def put_back(self, slot: int, state: memoryview, length: int) -> bool:
+        return self._context.memory.put_back(slot, state, length)
+
     def close(self) -> None:
         self._context.close()
         self._model.close()

@@ -1,8 +1,9 @@
 """Deterministic decodes: the logits of a row do not depend on the rows beside it, bit for bit.
 
 ggml's kernels take another path for 64 rows and more, and some of them for a single row. So a micro-batch never has
-more rows than `MICRO_BATCH`, and where a single row matters a row of the scratch sequence joins it. A recurrent memory cuts a decode into micro-batches of equally many rows a sequence; it is given segments of one length at
-a time, so that nothing is left over. And the cells of a sequence stay in the order of its tokens, see `cells`.
+more rows than `MICRO_BATCH`, and where a single row matters a row of the scratch sequence joins it. A recurrent memory
+cuts a decode into micro-batches of equally many rows a sequence; it is given segments of one length at a time, so that
+nothing is left over. And the cells of a sequence stay in the order of its tokens, see `cells`.
 """
 
 from __future__ import annotations

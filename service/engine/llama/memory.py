@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import llama_cpp
+import numpy as np
+import numpy.typing as npt
 
 from service.engine.batch import Segment
 from service.engine.llama.cells import Cells
@@ -96,17 +98,33 @@ class Memory:
         self._checkpoints.pop(sequence, None)
         self._remove(sequence, 0)
 
-    def move(self, sequence: int) -> None:
-        """Put a sequence into the lowest cells that are free. Raises EngineFailure where it is lost."""
+    def state(self, sequence: int) -> memoryview:
+        """The whole state of a sequence. Raises EngineFailure."""
         size = llama_cpp.llama_state_seq_get_size_ext(self._context, sequence, 0)
-        data, length = (ctypes.c_uint8 * size)(), self.length(sequence)
-        saved = llama_cpp.llama_state_seq_get_data_ext(self._context, data, size, sequence, 0)
-        self._remove(sequence, 0)
-        if saved != size or llama_cpp.llama_state_seq_set_data_ext(self._context, data, size, sequence, 0) != size:
-            self.clear(sequence)
-            raise EngineFailure("a sequence could not be moved in the cache", reason="MOVE_FAILED")
+        data = np.empty(size, np.uint8)
+        if llama_cpp.llama_state_seq_get_data_ext(self._context, _pointer(data), size, sequence, 0) != size:
+            raise EngineFailure("the state of a slot could not be read", reason="STATE_FAILED")
+        return data.data
+
+    def put_back(self, sequence: int, state: memoryview, length: int) -> bool:
+        """Replace a sequence by a state of `length` tokens; returns False where it is empty afterwards instead."""
+        self.clear(sequence)
+        data = np.frombuffer(state, np.uint8)
+        read = llama_cpp.llama_state_seq_set_data_ext(self._context, _pointer(data), len(data), sequence, 0)
         if self.cells is not None:
             self.cells.place(sequence, length)
+        if read == len(data) and self.length(sequence) == length:
+            return True
+        self.clear(sequence)
+        return False
+
+    def move(self, sequence: int) -> None:
+        """Put a sequence into the lowest cells that are free. Raises EngineFailure where it is lost."""
+        checkpoint = self._checkpoints.get(sequence)
+        if not self.put_back(sequence, self.state(sequence), self.length(sequence)):
+            raise EngineFailure("a sequence could not be moved in the cache", reason="MOVE_FAILED")
+        if checkpoint is not None:
+            self._checkpoints[sequence] = checkpoint
 
     def _can_drop(self, sequence: int, end: int, length: int) -> bool:
         match self._rollback:
@@ -149,3 +167,7 @@ class Memory:
             return False
         oldest: int = llama_cpp.llama_memory_seq_pos_min(self._handle, sequence)
         return oldest > max(0, length - self._window)
+
+
+def _pointer(data: npt.NDArray[np.uint8]) -> Any:
+    return data.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))

@@ -47,6 +47,12 @@ class LlamaRunner:
     def keep(self, slot: int, length: int) -> int:
         return self._context.keep(slot, length)
 
+    def state(self, slot: int) -> memoryview:
+        return self._context.memory.state(slot)
+
+    def put_back(self, slot: int, state: memoryview, length: int) -> bool:
+        return self._context.memory.put_back(slot, state, length)
+
     def make_sampler(self, request: Request) -> Sampler:
         """The sampler of a request; may be called from any thread. Raises InvalidRequest for a bad grammar."""
         if request.sampling.greedy:

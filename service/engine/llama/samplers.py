@@ -35,6 +35,11 @@ class GreedySampler:
     def __init__(self, forbidden: Iterable[int] = ()) -> None:
         self._forbidden = list(forbidden)
 
+    draws = 0
+
+    def resume(self, tokens: Sequence[int], draws: int) -> None:
+        """There is nothing to remember."""
+
     def draw(self, logits: Logits) -> int:
         token = int(logits.argmax())
         if token in self._forbidden:
@@ -56,6 +61,7 @@ class ChainSampler:
     def __init__(
         self, vocabulary: Vocabulary, handle: Any, sampling: Sampling, prompt: Sequence[int], context: int
     ) -> None:
+        self.draws = 0
         self._end_tokens = vocabulary.end_tokens
         self._candidates = _Candidates(vocabulary.size)
         self._grammar: Any = None
@@ -72,7 +78,18 @@ class ChainSampler:
         for token in prompt[-lookback:] if lookback else ():
             llama_cpp.llama_sampler_accept(self._chain, token)
 
+    def resume(self, tokens: Sequence[int], draws: int) -> None:
+        """Each draw takes one random number, whatever there is to choose from. Not for samplers that learn from the
+        logits (mirostat) or draw depending on them (XTC).
+        """
+        for _ in range(draws):
+            self._candidates.pick_only(self._chain)
+        self.draws = draws
+        for token in tokens:
+            self._accept(token)
+
     def draw(self, logits: Logits) -> int:
+        self.draws += 1
         if self._grammar is not None:
             return self._draw_timed(logits)
         token = self._candidates.pick(logits, self._chain)
@@ -97,8 +114,7 @@ class ChainSampler:
         if not self._candidates.allows(self._grammar, token):
             token = self._draw_within_grammar(logits)
         if token not in self._end_tokens:
-            llama_cpp.llama_sampler_accept(self._grammar, token)
-            llama_cpp.llama_sampler_accept(self._chain, token)
+            self._accept(token)
         spent = time.thread_time() - began
         if spent > GRAMMAR_SECONDS:
             raise Exhausted(
@@ -108,8 +124,14 @@ class ChainSampler:
             )
         return token
 
+    def _accept(self, token: int) -> None:
+        if self._grammar is not None:
+            llama_cpp.llama_sampler_accept(self._grammar, token)
+        llama_cpp.llama_sampler_accept(self._chain, token)
+
     def _draw_within_grammar(self, logits: Logits) -> int:
         """Draw among the tokens that the grammar allows. Accepting any other token would abort the process."""
+        self.draws += 1
         token = self._candidates.pick(logits, self._grammar, self._chain)
         if self._candidates.allows(self._grammar, token):
             return token
@@ -142,6 +164,12 @@ class _Candidates:
         if not 0 <= array.selected < array.size:
             raise EngineFailure("no token is left to draw", reason="NO_CANDIDATES")
         return int(array.data[array.selected].id)
+
+    def pick_only(self, sampler: Any) -> None:
+        """Let a sampler choose where there is but one candidate."""
+        self._single.id, self._single.logit, self._single.p = 0, 0.0, 0.0
+        self._single_array.size, self._single_array.selected = 1, -1
+        llama_cpp.llama_sampler_apply(sampler, ctypes.byref(self._single_array))
 
     def allows(self, grammar: Any, token: int) -> bool:
         """Whether the grammar lets `token` stand next. Much cheaper than asking it about all tokens."""

@@ -1,0 +1,212 @@
+"""The slots and the memory behind them: what is kept, dropped, evicted, taken out and put back."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator
+
+from service.engine.batch import DecodeStatus, Runner, Segment
+from service.engine.sequence import Sequence
+from service.engine.slots import Slot
+from service.engine.speculation import Speculation
+from service.engine.types import Paused, SlotContents
+from service.errors import Conflict, Exhausted
+
+log = logging.getLogger("slotwire.engine")
+
+RETRY_AFTER = 1.0  # seconds; slots turn over faster than anyone could predict from here
+
+
+class Seats:
+    """Keeps what is known of each slot in step with the memory of the runner and of the draft model."""
+
+    def __init__(self, runner: Runner, speculation: Speculation | None) -> None:
+        self._runner, self._speculation, self._info = runner, speculation, runner.info
+        self.slots = [Slot(index) for index in range(self._info.slots)]
+        self._uses = 0
+
+    def busy(self) -> Iterator[tuple[Slot, Sequence]]:
+        """The slots with a sequence."""
+        for slot in self.slots:
+            if slot.sequence is not None:
+                yield slot, slot.sequence
+
+    def generating(self) -> list[Slot]:
+        """The slots whose sequence has a newest token."""
+        return [slot for slot, sequence in self.busy() if sequence.pending is not None]
+
+    # sequences come and go
+
+    def fits(self, sequence: Sequence) -> bool:
+        """Whether what it reads has room beside the busy slots; if not, it waits rather than being cut off later."""
+        if self._info.capabilities.recurrent:  # a state of constant size for each slot
+            return True
+        busy = sum(max(slot.length, len(other.reading)) + 1 for slot, other in self.busy())
+        return busy + len(sequence.reading) < self._info.context or not busy
+
+    def seat(self, slot: Slot, sequence: Sequence, now: float) -> int:
+        """Give a slot to a sequence; returns how many tokens it finds there."""
+        request = sequence.request
+        slot.replay.clear()  # where it is a part of the prompt, it is computed as one
+        slot.paused = None
+        reused = slot.common_prefix(sequence)
+        if reused < len(slot.tokens):
+            reused = self._runner.keep(slot.id, reused)
+            del slot.tokens[reused:]
+        self._touch(slot)
+        slot.session, slot.cache_key, slot.sequence = request.session, request.cache_key, sequence
+        sequence.start(reused, now)
+        if self._speculation is not None:
+            self._speculation.open(slot, sequence)
+        return reused
+
+    def release(self, slot: Slot) -> None:
+        """The sequence of a slot is over; what was computed for it stays."""
+        assert slot.sequence is not None
+        slot.sequence.sampler.close()
+        slot.last_sequence, slot.sequence = slot.sequence, None
+        slot.last_used = time.time()
+        if self._speculation is not None:
+            self._speculation.close(slot)
+
+    # tokens come and go
+
+    def add(self, segment: Segment) -> int:
+        """A segment was computed; returns how many of its tokens were computed again."""
+        slot = self.slots[segment.slot]
+        replayed = min(len(slot.replay), len(segment.tokens))
+        del slot.replay[:replayed]
+        slot.tokens.extend(segment.tokens)
+        return replayed
+
+    def take_back(self, slot: Slot, length: int) -> None:
+        """Only the first `length` tokens of a slot are its text. Where the memory goes back further, the rest of them
+        is computed again.
+        """
+        if length < len(slot.tokens):
+            kept = self._runner.keep(slot.id, length)
+            slot.replay = slot.tokens[kept:length]
+            del slot.tokens[kept:]
+
+    def clear(self, slot: Slot) -> None:
+        """Empty a slot."""
+        self._runner.keep(slot.id, 0)  # also where no tokens are known: a failed decode may have left some
+        slot.tokens.clear()
+        slot.replay.clear()
+        slot.paused = None
+        if self._speculation is not None:
+            self._speculation.forget(slot)
+
+    def evict(self, spared: Slot | None = None) -> bool:
+        """Empty the idle slot that was used longest ago; returns False where there is none."""
+        idle = [slot for slot in self.slots if slot.length and not slot.busy and slot is not spared]
+        if not idle:
+            return False
+        slot = min(idle, key=lambda slot: slot.used)
+        log.info("evict slot %d: %d tokens, the cache is full", slot.id, len(slot.tokens))
+        self.clear(slot)
+        return True
+
+    def erase(self, slot_id: int) -> int:
+        """Empty an idle slot; returns how many tokens it held. Raises Conflict where it is busy."""
+        slot = self._idle(slot_id)
+        count = slot.length
+        self.clear(slot)
+        slot.session, slot.cache_key = None, ""
+        return count
+
+    # states
+
+    def contents(self, slot_id: int, *, with_draft: bool) -> SlotContents:
+        """What a slot holds, busy or not. Raises EngineFailure."""
+        slot = self.slots[slot_id]
+        self._complete(slot)
+        draft = self._speculation.state(slot) if with_draft and self._speculation is not None else None
+        held, state = draft if draft is not None and draft[0] <= len(slot.tokens) else (0, None)
+        return SlotContents(
+            tokens=tuple(slot.tokens),
+            target=self._runner.state(slot.id),
+            draft=state,
+            draft_tokens=held,
+            session=slot.session,
+            cache_key=slot.cache_key,
+            paused=_paused(slot),
+        )
+
+    def put(self, slot_id: int, contents: SlotContents) -> bool:
+        """Replace what an idle slot holds. Returns whether the draft model's state was taken over, too.
+
+        Raises Conflict (slot busy, too many tokens, another kind of state) or Exhausted (no room); after the latter two
+        the slot is empty.
+        """
+        slot, count = self._idle(slot_id), len(contents.tokens)
+        if count > self._info.slot_context:
+            raise Conflict(
+                f"the state has {count} tokens; a slot holds {self._info.slot_context}",
+                reason="STATE_TOO_LONG",
+                tokens=count,
+                limit=self._info.slot_context,
+            )
+        self.clear(slot)
+        slot.session, slot.cache_key = contents.session, contents.cache_key
+        self._touch(slot)
+        if not count:
+            return False
+        self._make_room(slot, count)
+        if not self._runner.put_back(slot.id, contents.target, count):
+            raise Conflict("the state does not fit the memory of this model", reason="STATE_UNUSABLE")
+        slot.tokens, slot.paused = list(contents.tokens), contents.paused
+        if contents.draft is None or self._speculation is None:
+            return False
+        return self._speculation.put_back(slot, contents.draft_tokens, contents.draft)
+
+    def take_paused(self, slot_id: int) -> Paused:
+        """The generation that was restored with a slot; it is given out once. Raises Conflict where there is none."""
+        slot = self._idle(slot_id)
+        if slot.paused is None:
+            raise Conflict(f"slot {slot_id} has no generation that could go on", reason="NOTHING_TO_RESUME")
+        paused, slot.paused = slot.paused, None
+        return paused
+
+    def _idle(self, slot_id: int) -> Slot:
+        slot = self.slots[slot_id]
+        if slot.busy:
+            raise Conflict(f"slot {slot_id} is busy", reason="SLOT_BUSY", slot=slot_id)
+        return slot
+
+    def _touch(self, slot: Slot) -> None:
+        self._uses += 1
+        slot.used, slot.last_used = self._uses, time.time()
+
+    def _make_room(self, slot: Slot, count: int) -> None:
+        """Evict idle slots until a state of `count` tokens has room."""
+        while not self._info.capabilities.recurrent and sum(s.length for s in self.slots) + count > self._info.context:
+            if not self.evict(spared=slot):
+                raise Exhausted(
+                    f"the context of {self._info.context} tokens has no room for {count} beside the busy slots",
+                    retry_after=RETRY_AFTER,
+                    reason="CACHE_FULL",
+                    context_tokens=self._info.context,
+                )
+
+    def _complete(self, slot: Slot) -> None:
+        """Compute what waits to be computed again, so that the state has it, too."""
+        while slot.replay:
+            segment = Segment(slot.id, slot.replay[: self._runner.max_rows], len(slot.tokens))
+            status = self._runner.decode([segment])
+            if status is not DecodeStatus.OK:
+                log.warning("slot %d: %d tokens are not in its state: %s", slot.id, len(slot.replay), status.value)
+                return
+            self.add(segment)
+
+
+def _paused(slot: Slot) -> Paused | None:
+    """The generation of a slot, where it could go on elsewhere."""
+    sequence = slot.sequence
+    if sequence is None:
+        return slot.paused
+    sampling = sequence.request.sampling
+    if sequence.pending is None or slot.replay or sampling.mirostat is not None or sampling.xtc.probability > 0:
+        return None  # nothing drawn yet; or what the sampler knows cannot be told
+    return Paused(sequence.request, tuple(sequence.tokens), sequence.sampler.draws)
