@@ -7,19 +7,33 @@ import concurrent.futures
 import enum
 import logging
 import time
-from dataclasses import dataclass
+import uuid
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from service.engine.batch import Sampler
 from service.engine.chat import ChatTemplate
 from service.engine.core import Core
-from service.engine.intake import Draft, Intake
-from service.engine.llama import LlamaRunner, load_runner
+from service.engine.intake import Draft, Intake, TokenPrompt
+from service.engine.llama import STATE_VERSION, LlamaRunner, load_runner
 from service.engine.loop import Engine
 from service.engine.outbox import Outbox
 from service.engine.settings import ContextSettings, ModelSettings, SchedulingSettings, SpeculationSettings
-from service.engine.types import Load, ModelInfo, Request, SlotInfo
+from service.engine.types import (
+    Finished,
+    FinishReason,
+    Load,
+    ModelInfo,
+    Request,
+    Sampling,
+    SlotContents,
+    SlotInfo,
+    Started,
+)
 from service.errors import ConfigError, NotFound, Unavailable
+from service.state.layout import BLOB_PREFIX
+from service.state.memory import PayloadSummary
+from service.state.payload import parse_payload
 
 log = logging.getLogger("slotwire.backend")
 
@@ -34,11 +48,21 @@ class BackendState(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
+class Samples:
+    """How the states of the target and of the draft model are made up."""
+
+    target: PayloadSummary
+    draft: PayloadSummary | None
+
+
+@dataclass(frozen=True, slots=True)
 class Loaded:
     """What exists once the model is there."""
 
     runner: LlamaRunner
     intake: Intake
+    samples: Samples
+    state_version: int = STATE_VERSION
 
     @property
     def info(self) -> ModelInfo:
@@ -74,10 +98,11 @@ class Backend:
         try:
             runner = await self._engine.start()
             intake = Intake(runner.info, runner.vocabulary, _template(runner), runner.make_sampler, self._grammars)
+            samples = _samples(*await self._engine.call(Core.samples))
         except ConfigError as error:
             self.state, self._failure = BackendState.FAILED, error
             raise
-        self._loaded = Loaded(runner, intake)
+        self._loaded = Loaded(runner, intake, samples)
         self.state, self.load_progress = BackendState.READY, 1.0
         log.info("loaded %s: %.1f s", runner.info.name, time.monotonic() - began)
         return runner.info
@@ -109,6 +134,43 @@ class Backend:
             raise
         return request, self._engine.submit(request, sampler)
 
+    async def resume(self, asked: Request) -> tuple[Request, Outbox]:
+        """Go on with the generation that was restored with the slot of `asked`, which says who asks and for how long.
+        `cancel` must follow. Raises NotFound (slot), Conflict (nothing to resume, slot busy) or Unavailable.
+        """
+        loaded, slot_id = self.loaded, asked.slot_id
+        assert slot_id is not None
+        self.check_slot(slot_id)
+        paused = await self._engine.call(lambda core: core.paused(slot_id))
+        request = replace(
+            asked, tokens=paused.request.tokens, sampling=paused.request.sampling, max_tokens=paused.request.max_tokens,
+            stop=paused.request.stop, logprobs=paused.request.logprobs, draft=paused.request.draft,
+            session=paused.request.session, cache_key=paused.request.cache_key,
+        )  # fmt: skip
+        sampler = await asyncio.wrap_future(self._intake_thread.submit(loaded.runner.make_sampler, request))
+        sampler.resume(paused.generated, paused.draws)
+        return request, self._engine.submit(request, sampler, paused.generated, loaded.runner.pieces)
+
+    async def prefill(
+        self, tokens: tuple[int, ...], *, slot_id: int | None, session: str | None, cache_key: str
+    ) -> tuple[int, FinishReason]:
+        """Compute tokens into a slot; returns which one, and why that ended. Raises what a request can."""
+        request = Request(
+            uuid.uuid4().hex, (), Sampling(temperature=0), max_tokens=0, slot_id=slot_id, session=session,
+            cache_key=cache_key, arrived=time.monotonic(),
+        )  # fmt: skip
+        chosen = -1
+        try:
+            _, outbox = await self.submit(Draft(request, TokenPrompt(tokens)))
+            while True:
+                event = await outbox.get()
+                if isinstance(event, Started):
+                    chosen = event.slot_id
+                if isinstance(event, Finished):
+                    return chosen, event.reason
+        finally:
+            self.cancel(request.id)
+
     def cancel(self, request_id: str) -> None:
         """Take a request out of the batch before the next step; harmless where it has ended."""
         self._engine.cancel(request_id)
@@ -133,6 +195,14 @@ class Backend:
         self.check_slot(slot_id)
         return await self._engine.call(lambda core: core.erase(slot_id))
 
+    async def contents(self, slot_id: int, *, with_draft: bool) -> SlotContents:
+        """What a slot holds, busy or not."""
+        return await self._engine.call(lambda core: core.contents(slot_id, with_draft=with_draft))
+
+    async def put(self, slot_id: int | None, contents: SlotContents) -> tuple[int, bool]:
+        """Replace what an idle slot holds; see `Core.put`."""
+        return await self._engine.call(lambda core: core.put(slot_id, contents))
+
     async def load_now(self) -> Load:
         self.loaded  # noqa: B018  # raises while there is none
         return await self._engine.call(Core.load)
@@ -146,6 +216,13 @@ class Backend:
         """Called on the engine's thread while it loads; giving up here is what makes `close` quick."""
         self.load_progress = share
         return self.state is BackendState.LOADING
+
+
+def _samples(target: memoryview, draft: memoryview | None) -> Samples:
+    def summary(state: memoryview) -> PayloadSummary:
+        return parse_payload(state[BLOB_PREFIX:], version=STATE_VERSION)
+
+    return Samples(summary(target), summary(draft) if draft is not None else None)
 
 
 def _template(runner: LlamaRunner) -> ChatTemplate | None:

@@ -10,6 +10,7 @@ import difflib
 import importlib.util
 import ipaddress
 import math
+import os
 import re
 import tomllib
 from collections.abc import Iterator, Mapping
@@ -49,6 +50,28 @@ class ServerSettings:
     ready_file: Path | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class StateSettings:
+    """What may come in of states, and what is remembered of model files.
+
+    Attributes:
+        uploads: States that may be coming in at the same time.
+        upload_bytes: Bytes of all of them together.
+        upload_seconds: Seconds after which an upload that broke off is forgotten.
+        digest_cache: Directory that remembers the digests of model files. Left out: the user's cache directory.
+    """
+
+    uploads: int = 8
+    upload_bytes: int = 8 << 30
+    upload_seconds: float = 600.0
+    digest_cache: Path | None = None
+
+    @property
+    def cache(self) -> Path:
+        base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+        return self.digest_cache or Path(base) / "slotwire"
+
+
 def _group(title: str, place: int) -> Parameter:
     """The options of one dataclass, named as its fields and shown under a title."""
     return Parameter(name="*", group=Group(title, sort_key=place))
@@ -64,8 +87,10 @@ class Settings:
     scheduling: Annotated[SchedulingSettings, _group("Scheduling", 4)] = field(default_factory=SchedulingSettings)
     speculation: Annotated[SpeculationSettings, _group("Speculation", 5)] = field(default_factory=SpeculationSettings)
 
+    state: Annotated[StateSettings, _group("State", 6)] = field(default_factory=StateSettings)
+
     def __post_init__(self) -> None:
-        for part in (self.server, self.model, self.context, self.scheduling, self.speculation):
+        for part in (self.server, self.model, self.context, self.scheduling, self.speculation, self.state):
             _check_limits(part)
         _check_listen(self.server)
         _check_model(self.model)
@@ -103,6 +128,9 @@ LIMITS: Mapping[str, tuple[float, float]] = {
     "draft_context": (0, _INT32),
     "draft_gpu_layers": (-1, _INT32),
     "snapshot_memory": (0, 1 << 50),
+    "uploads": (1, 10_000),
+    "upload_bytes": (1, 1 << 50),
+    "upload_seconds": (1, 86_400),
 }
 """The least and the largest value of every numeric setting; of each item where it is a list."""
 

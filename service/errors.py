@@ -48,6 +48,18 @@ class Conflict(SlotwireError):
     reason = "CONFLICT"
 
 
+class OutOfRange(SlotwireError):
+    """The caller is at another place of something that goes on from piece to piece; the message says which is right."""
+
+    reason = "OUT_OF_RANGE"
+
+
+class DataLoss(SlotwireError):
+    """Bytes are not what they were: damaged on their way, or where they were kept."""
+
+    reason = "DATA_LOSS"
+
+
 class Exhausted(SlotwireError):
     """There is no room (queue, cache, outbox). `retry_after` is in seconds; None where a retry does not help."""
 

@@ -22,10 +22,15 @@ from service.backend import Backend
 from service.config import Settings, model_file
 from service.engine.types import ModelInfo
 from service.errors import ConfigError
+from service.identity import Identity
+from service.rpc import paused
 from service.rpc.generation import GenerationServicer
 from service.rpc.interceptor import Boundary
 from service.rpc.slot import SlotServicer
+from service.rpc.states import StateStreams
 from service.rpc.system import SystemServicer
+from service.slot_images import SlotImages
+from service.state.uploads import Uploads
 from slotwire.v1 import generation_pb2, generation_pb2_grpc, slot_pb2, slot_pb2_grpc, system_pb2, system_pb2_grpc
 
 log = logging.getLogger("slotwire.server")
@@ -38,6 +43,7 @@ _MODEL_SERVICES = (
 )
 _SYSTEM_SERVICE = system_pb2.DESCRIPTOR.services_by_name["SystemService"].full_name
 
+_SWEEP_SECONDS = 5.0
 GRACE_SECONDS = 10.0  # for running requests, once a stop was asked for
 
 
@@ -47,6 +53,18 @@ class Server:
     def __init__(self, model: Path, settings: Settings) -> None:
         self._settings = settings
         self.backend = Backend(model, settings.model, settings.context, settings.scheduling, settings.speculation)
+        self._identity = Identity(
+            self.backend, model, settings.model, settings.context, settings.speculation, settings.state.cache
+        )
+        images = SlotImages(self.backend, self._identity, paused.encode, paused.decode)
+        self._uploads = Uploads(
+            max_uploads=settings.state.uploads,
+            max_bytes=settings.state.upload_bytes,
+            time_to_live=settings.state.upload_seconds,
+            reader=images.reader,
+        )
+        self._streams = StateStreams(images, self._uploads, settings.scheduling.outbox_seconds)
+        self._sweeper: asyncio.Task[None] | None = None
         self.address = ""
         """Where it listens, with the port that was bound."""
         limit = settings.server.max_message_bytes
@@ -58,7 +76,7 @@ class Server:
         server, backend = self._server, self.backend
         generation = GenerationServicer(backend, self._settings.scheduling.outbox_seconds)
         generation_pb2_grpc.add_GenerationServiceServicer_to_server(generation, server)
-        slot_pb2_grpc.add_SlotServiceServicer_to_server(SlotServicer(backend), server)
+        slot_pb2_grpc.add_SlotServiceServicer_to_server(SlotServicer(backend, self._streams), server)
         system_pb2_grpc.add_SystemServiceServicer_to_server(SystemServicer(backend), server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         names = (*_MODEL_SERVICES, _SYSTEM_SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)
@@ -83,6 +101,8 @@ class Server:
         is refused with that reason, for as long as the server runs.
         """
         info = await self.backend.load()
+        self._identity.start()
+        self._sweeper = asyncio.create_task(self._sweep())
         for name in ("", *_MODEL_SERVICES):
             await self._health.set(name, _SERVING)
         return info
@@ -91,7 +111,17 @@ class Server:
         """Refuse new requests, let running ones end within `grace` seconds, then end the rest and free the model."""
         await self._health.enter_graceful_shutdown()
         await self._server.stop(grace)
+        if self._sweeper is not None:
+            self._sweeper.cancel()
+        await self._identity.close()
+        self._streams.close()
         await self.backend.close()
+
+    async def _sweep(self) -> None:
+        """Forget uploads whose time is over."""
+        while True:
+            self._uploads.expire()
+            await asyncio.sleep(_SWEEP_SECONDS)
 
     async def __aenter__(self) -> Server:
         await self.start()

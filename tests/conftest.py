@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+import tempfile
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 import grpc
 import pytest
 
-from service.config import ServerSettings, Settings
+from service.config import ServerSettings, Settings, StateSettings
 from service.engine.settings import ContextSettings, ModelSettings, SchedulingSettings, SpeculationSettings
 from service.server import Server
 
 MODELS = Path(__file__).parent / "models"
 TINY = MODELS / "tiny-hybrid.Q8_0.gguf"
 """An LFM2 (short convolutions and attention) of 3.8 million parameters, trained on the Python documentation."""
+
+DIGESTS = Path(tempfile.gettempdir()) / "slotwire-tests"
+"""Remembers the digests of the tiny models between runs, as a server does."""
 
 LIMIT = 30.0
 """Seconds that anything may take in a test; what is waited for takes a small part of that."""
@@ -26,6 +30,7 @@ def settings(
     max_message_bytes: int = 16 << 20,
     scheduling: SchedulingSettings | None = None,
     speculation: SpeculationSettings | None = None,
+    state: StateSettings | None = None,
     **context: object,
 ) -> Settings:
     """Settings of a server on a free port; `context` are fields of ContextSettings."""
@@ -35,6 +40,7 @@ def settings(
         context=ContextSettings(**({"context": 2048, "threads": 1} | context)),  # type: ignore[arg-type]
         scheduling=scheduling or SchedulingSettings(),
         speculation=speculation or SpeculationSettings(),
+        state=state or StateSettings(digest_cache=DIGESTS),
     )
 
 

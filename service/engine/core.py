@@ -5,14 +5,14 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from collections.abc import Sequence as Tokens
 
 from service.engine.batch import DecodeStatus, Runner, Segment
 from service.engine.meter import Meter
 from service.engine.pacing import Pacer
-from service.engine.seats import RETRY_AFTER, Seats
 from service.engine.scheduler import Drafts, Plan, plan
+from service.engine.seats import RETRY_AFTER, Seats
 from service.engine.sequence import Sequence
 from service.engine.settings import SchedulingSettings, SpeculationSettings
 from service.engine.slots import Slot, choose
@@ -114,13 +114,18 @@ class Core:
         """What a slot holds, busy or not. Raises EngineFailure."""
         return self._seats.contents(slot_id, with_draft=with_draft)
 
-    def put(self, slot_id: int, contents: SlotContents) -> bool:
-        """Replace what an idle slot holds; see `Seats.put`."""
-        return self._seats.put(slot_id, contents)
+    def put(self, slot_id: int | None, contents: SlotContents) -> tuple[int, bool]:
+        """Replace what an idle slot holds; see `Seats.put`. None takes one that can be spared. Returns its id, too."""
+        slot_id = self._seats.spare(contents.session) if slot_id is None else slot_id
+        return slot_id, self._seats.put(slot_id, contents)
 
-    def take_paused(self, slot_id: int) -> Paused:
-        """The generation that was restored with a slot. Raises Conflict where there is none."""
-        return self._seats.take_paused(slot_id)
+    def samples(self) -> tuple[memoryview, memoryview | None]:
+        """States of the target and the draft model that show how theirs are made up; see `Seats.samples`."""
+        return self._seats.samples()
+
+    def paused(self, slot_id: int) -> Paused:
+        """The generation that was restored with a slot. Raises Conflict where there is none, or the slot is busy."""
+        return self._seats.paused(slot_id)
 
     def load(self) -> Load:
         return self._meter.load(

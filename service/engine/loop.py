@@ -8,6 +8,7 @@ import queue
 import threading
 import uuid
 from collections.abc import Callable
+from collections.abc import Sequence as Tokens
 from typing import Generic, TypeVar
 
 from service.engine.batch import Runner, Sampler
@@ -53,13 +54,17 @@ class Engine(Generic[R]):
         self._thread.start()
         return await asyncio.shield(self._loaded)
 
-    def submit(self, request: Request, sampler: Sampler) -> Outbox:
-        """Hand a request over, together with its sampler. A refusal comes through the outbox, like all else."""
+    def submit(
+        self, request: Request, sampler: Sampler, generated: Tokens[int] = (), pieces: Tokens[bytes] = ()
+    ) -> Outbox:
+        """Hand a request over, together with its sampler; with the tokens that it has `generated` elsewhere it goes on
+        behind them. A refusal comes through the outbox, like all else.
+        """
         if self._closing:
             sampler.close()
             raise Unavailable("the server is shutting down", reason="SHUTTING_DOWN")
         outbox = self._outboxes[request.id] = Outbox(self._settings.outbox_tokens)
-        self._commands.put(lambda core: core.submit(Sequence(request, sampler)))
+        self._commands.put(lambda core: core.submit(Sequence(request, sampler, generated, pieces)))
         return outbox
 
     def cancel(self, request_id: str) -> None:

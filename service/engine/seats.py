@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 
-from service.engine.batch import DecodeStatus, Runner, Segment
+from service.engine.batch import Decoder, DecodeStatus, Runner, Segment
 from service.engine.sequence import Sequence
 from service.engine.slots import Slot
 from service.engine.speculation import Speculation
 from service.engine.types import Paused, SlotContents
-from service.errors import Conflict, Exhausted
+from service.errors import Conflict, EngineFailure, Exhausted
 
 log = logging.getLogger("slotwire.engine")
 
@@ -118,6 +119,22 @@ class Seats:
 
     # states
 
+    def samples(self) -> tuple[memoryview, memoryview | None]:
+        """States of two tokens, of the target and of the draft model, that show how theirs are made up. To be called
+        before the first request. Raises EngineFailure.
+        """
+        draft = self._runner.draft
+        return _sample(self._runner), _sample(draft) if draft is not None else None
+
+    def spare(self, session: str | None) -> int:
+        """An idle slot for a state: the session's, else an empty one, else the one used longest ago. Raises Conflict
+        where all are busy.
+        """
+        idle = [slot for slot in self.slots if not slot.busy]
+        if not idle:
+            raise Conflict("all slots are busy", reason="SLOT_BUSY")
+        return min(idle, key=lambda s: (session is None or s.session != session, s.length > 0, s.used)).id
+
     def contents(self, slot_id: int, *, with_draft: bool) -> SlotContents:
         """What a slot holds, busy or not. Raises EngineFailure."""
         slot = self.slots[slot_id]
@@ -161,13 +178,13 @@ class Seats:
             return False
         return self._speculation.put_back(slot, contents.draft_tokens, contents.draft)
 
-    def take_paused(self, slot_id: int) -> Paused:
-        """The generation that was restored with a slot; it is given out once. Raises Conflict where there is none."""
+    def paused(self, slot_id: int) -> Paused:
+        """The generation that was restored with a slot. Raises Conflict where there is none, or the slot is busy."""
         slot = self._idle(slot_id)
         if slot.paused is None:
             raise Conflict(f"slot {slot_id} has no generation that could go on", reason="NOTHING_TO_RESUME")
-        paused, slot.paused = slot.paused, None
-        return paused
+        request = replace(slot.paused.request, session=slot.session, cache_key=slot.cache_key)
+        return replace(slot.paused, request=request)
 
     def _idle(self, slot_id: int) -> Slot:
         slot = self.slots[slot_id]
@@ -199,6 +216,14 @@ class Seats:
                 log.warning("slot %d: %d tokens are not in its state: %s", slot.id, len(slot.replay), status.value)
                 return
             self.add(segment)
+
+
+def _sample(decoder: Decoder) -> memoryview:
+    if decoder.decode([Segment(0, [0, 0], 0)]) is not DecodeStatus.OK:
+        raise EngineFailure("a sample state could not be made", reason="STATE_FAILED")
+    state = decoder.state(0)
+    decoder.keep(0, 0)
+    return state
 
 
 def _paused(slot: Slot) -> Paused | None:

@@ -99,7 +99,9 @@ def choose(slots: Tokens[Slot], sequence: Sequence) -> Slot | None:
     idle = [slot for slot in slots if not slot.busy]
     if not idle:
         return None
-    prefix, best = max(((slot.common_prefix(sequence), slot) for slot in idle), key=lambda pair: (pair[0], pair[1].used))
+    prefix, best = max(
+        ((slot.common_prefix(sequence), slot) for slot in idle), key=lambda pair: (pair[0], pair[1].used)
+    )
     if prefix and 2 * prefix >= len(best.tokens):
         return best
     return min(idle, key=lambda slot: (len(slot.tokens) > 0, slot.used))

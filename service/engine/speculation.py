@@ -132,7 +132,7 @@ class Speculation:
         return self._model.state(slot.id) if self._model is not None else None
 
     def put_back(self, slot: Slot, length: int, state: memoryview) -> bool:
-        """Take over the draft model's state of the first `length` tokens of an idle slot; False where it does not fit."""
+        """Take over the draft model's state of the first `length` tokens of a slot; False where it does not fit."""
         return self._model is not None and self._model.put_back(slot.id, slot.tokens[:length], state)
 
     def follow(self, slot: Slot, busy: int) -> None:

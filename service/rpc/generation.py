@@ -32,10 +32,13 @@ class GenerationServicer(pb_grpc.GenerationServiceServicer):
         now, remaining = time.monotonic(), context.time_remaining()
         rid = request_id(context)
         context.set_trailing_metadata(((REQUEST_ID_KEY, rid),))
-        draft = wire.read_generate(request, rid, now, None if remaining is None else now + remaining)
+        deadline = None if remaining is None else now + remaining
         pieces = self._backend.loaded.runner.pieces
         try:
-            running, outbox = await self._backend.submit(draft)
+            if request.resume:
+                running, outbox = await self._backend.resume(wire.read_resume(request, rid, now, deadline))
+            else:
+                running, outbox = await self._backend.submit(wire.read_generate(request, rid, now, deadline))
             with StallWatch(self._write_seconds) as watch:
                 event: Event | None = None
                 while not isinstance(event, Finished):

@@ -45,6 +45,10 @@ class Boundary(grpc.aio.ServerInterceptor):
         if handler is None or not handler_call_details.method.startswith("/slotwire."):
             return cast("_Handler | None", handler)
         parse = _lenient(handler.request_deserializer, self._max_bytes)
+        if handler.request_streaming:
+            return grpc.stream_unary_rpc_method_handler(
+                _guarded(handler.stream_unary), parse, handler.response_serializer
+            )
         if handler.response_streaming:
             return grpc.unary_stream_rpc_method_handler(
                 _guarded(handler.unary_stream), parse, handler.response_serializer

@@ -14,14 +14,17 @@ from google.rpc import error_details_pb2, status_pb2
 from service.errors import (
     ConfigError,
     Conflict,
+    DataLoss,
     DeadlineExceeded,
     EngineFailure,
     Exhausted,
     InvalidRequest,
     NotFound,
+    OutOfRange,
     SlotwireError,
     Unavailable,
 )
+from service.state.errors import ImageError, ManifestError
 
 log = logging.getLogger("slotwire.rpc")
 
@@ -32,11 +35,17 @@ _CODES: tuple[tuple[type[SlotwireError], grpc.StatusCode], ...] = (
     (InvalidRequest, grpc.StatusCode.INVALID_ARGUMENT),
     (NotFound, grpc.StatusCode.NOT_FOUND),
     (Conflict, grpc.StatusCode.FAILED_PRECONDITION),
+    (OutOfRange, grpc.StatusCode.OUT_OF_RANGE),
+    (DataLoss, grpc.StatusCode.DATA_LOSS),
     (Exhausted, grpc.StatusCode.RESOURCE_EXHAUSTED),
     (Unavailable, grpc.StatusCode.UNAVAILABLE),
     (DeadlineExceeded, grpc.StatusCode.DEADLINE_EXCEEDED),
     (ConfigError, grpc.StatusCode.FAILED_PRECONDITION),
     (EngineFailure, grpc.StatusCode.INTERNAL),
+    # What the caller sent came as it was sent, and can never work. Who reads a state of his own compares its digest
+    # first, which is DataLoss where it differs.
+    (ImageError, grpc.StatusCode.INVALID_ARGUMENT),
+    (ManifestError, grpc.StatusCode.INVALID_ARGUMENT),
 )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import cast
 
 from google.protobuf.duration_pb2 import Duration
@@ -66,7 +67,7 @@ def read_generate(message: pb.GenerateRequest, request_id: str, now: float, dead
         id=request_id,
         tokens=(),
         sampling=sampling.read(message.sampling, fields, secrets.randbelow(sampling.MAX_SEED)),
-        max_tokens=fields.integer(message, "max_tokens", 0, 1, _UINT32_MAX) or None,
+        max_tokens=fields.integer(message, "max_tokens", 0, 0, _UINT32_MAX) if message.HasField("max_tokens") else None,
         stop=fields.strings(message.stop, "stop", MAX_STOPS, MAX_STOP_BYTES),
         logprobs=fields.integer(message, "logprobs", -1, 0, MAX_LOGPROBS) if message.HasField("logprobs") else None,
         slot_id=message.slot_id if message.HasField("slot_id") else None,
@@ -85,6 +86,37 @@ def read_generate(message: pb.GenerateRequest, request_id: str, now: float, dead
         cast("Prompt", prompt),
         gbnf=grammar.gbnf if grammar.HasField("gbnf") else None,
         json_schema=grammar.json_schema if grammar.HasField("json_schema") else None,
+    )
+
+
+def whole(draft: Draft) -> Request:
+    """The request of a draft whose prompt are tokens and whose grammar is GBNF, as the engine takes it."""
+    assert isinstance(draft.prompt, TokenPrompt)
+    sampling_ = replace(draft.request.sampling, grammar=draft.gbnf)
+    return replace(draft.request, tokens=draft.prompt.ids, sampling=sampling_)
+
+
+def read_resume(message: pb.GenerateRequest, request_id: str, now: float, deadline: float | None) -> Request:
+    """What may be said of a generation that goes on: who it is, where, and for how long. Raises InvalidRequest."""
+    fields = Fields()
+    for name in ("prompt", "sampling", "max_tokens", "logprobs", "session", "cache_key", "reuse_prefix", "speculation"):
+        if message.HasField(name):
+            fields.refuse(name, "does not go with resume; it is that of the generation that goes on")
+    if message.stop:
+        fields.refuse("stop", "does not go with resume; it is that of the generation that goes on")
+    if not message.HasField("slot_id"):
+        fields.refuse("slot_id", "has to name the slot whose generation goes on")
+    limit = _read_seconds(message, fields)
+    fields.check()
+    return Request(
+        id=request_id,
+        tokens=(),
+        sampling=sampling.DEFAULTS,
+        slot_id=message.slot_id,
+        progress=message.progress,
+        arrived=now,
+        time_limit_at=None if limit is None else now + limit,
+        deadline_at=deadline,
     )
 
 

@@ -30,7 +30,8 @@ class Manifest:
 
     `fingerprint` says what the state fits, `model` describes it to people. `tokens` is the number of tokens in the
     state, and `pending_token` one that was sampled and is not in it yet. `sampling` and `speculation` are the states of
-    the sampler and of speculation. `digests` are SHA-256 in hexadecimal, by section. `created` is seconds since the
+    the sampler and of speculation. `digests` are texts of
+    `integrity.Digest` ("blake3:ab..."), by section. `created` is seconds since the
     epoch. `extra` are keys of someone newer.
     """
 

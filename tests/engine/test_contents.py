@@ -78,7 +78,7 @@ def test_a_generation_goes_on_elsewhere_to_the_same_text(
     assert list(paused.generated) == expected[: len(paused.generated)]
     with loaded(models[kind], "both", slots=2) as there:
         there.core.put(0, contents)
-        taken = there.core.take_paused(0)
+        taken = there.core.paused(0)
         sampler = there.runner.make_sampler(taken.request)
         sampler.resume(taken.generated, taken.draws)
         there.answers["a"] = type(here.answers["a"])()

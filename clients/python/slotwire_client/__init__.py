@@ -30,6 +30,7 @@ from slotwire_client.errors import (
 )
 from slotwire_client.generation import Generation
 from slotwire_client.info import Capabilities, Load, ModelInfo, Rollback, ServerInfo, ServerState
+from slotwire_client.state import RestoredSection, RestoredSlot, RestoreStatus, SavedSlot
 from slotwire_client.types import (
     ChatMessage,
     Delta,
@@ -91,7 +92,11 @@ __all__ = [
     "Prompt",
     "RenderedChat",
     "ResourceExhausted",
+    "RestoreStatus",
+    "RestoredSection",
+    "RestoredSlot",
     "Rollback",
+    "SavedSlot",
     "ServerInfo",
     "ServerState",
     "Slot",

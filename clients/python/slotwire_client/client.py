@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Self, TypeVar, Unpack
@@ -19,9 +20,9 @@ from slotwire.v1 import (
     system_pb2,
     system_pb2_grpc,
 )
-from slotwire_client import decode, encode
+from slotwire_client import decode, encode, state
 from slotwire_client.chat import Chat
-from slotwire_client.errors import Unavailable, rpc_errors
+from slotwire_client.errors import NotFound, Unavailable, rpc_errors
 from slotwire_client.generation import Generation
 from slotwire_client.info import Load, ModelInfo, ServerInfo, ServerState
 from slotwire_client.types import (
@@ -172,6 +173,76 @@ class Client:
         """Drops what an idle slot remembers; returns how many tokens. Raises NotFound, FailedPrecondition if busy."""
         request = slot_pb2.EraseSlotRequest(id=slot_id)
         return (await self._call(self._slots.EraseSlot, request, timeout)).erased_tokens
+
+    async def save_slot(
+        self,
+        slot_id: int,
+        sink: state.Sink,
+        *,
+        draft: bool | None = None,
+        chunk_bytes: int | None = None,
+        on_progress: state.OnProgress | None = None,
+        timeout: float | None = None,
+    ) -> state.SavedSlot:
+        """Writes the state of a slot, busy or not, into `sink`: a slot image, which llama-server can read, too.
+
+        `draft` False leaves the draft model's state out. Raises NotFound, and DataLoss where what came is not what was
+        sent; then `sink` has a part of it.
+        """
+        request = slot_pb2.SaveSlotRequest(slot_id=slot_id, draft=draft, chunk_bytes=chunk_bytes, digest="sha256")
+        call = self._slots.SaveSlot(request, timeout=timeout, metadata=self._metadata)
+        try:
+            return await state.receive(call, sink, on_progress)
+        finally:
+            call.cancel()
+
+    async def restore_slot(
+        self,
+        source: state.Source,
+        *,
+        slot_id: int | None = None,
+        session: str | None = None,
+        cache_key: str | None = None,
+        recompute: bool = False,
+        upload_id: str | None = None,
+        chunk_bytes: int = state.CHUNK_BYTES,
+        on_progress: state.OnProgress | None = None,
+        timeout: float | None = None,
+    ) -> state.RestoredSlot:
+        """Puts a slot image into an idle slot, `slot_id` or one that the server chooses.
+
+        With `recompute` tokens whose state does not fit are computed. With an `upload_id` of your own choice an upload
+        that broke off goes on where it ended when this is called again.
+
+        Raises InvalidArgument (no image), FailedPrecondition (slot busy, another model or context), DataLoss.
+        """
+        header = slot_pb2.RestoreSlotHeader(
+            slot_id=slot_id, session=session, cache_key=cache_key, recompute=recompute, upload_id=upload_id
+        )
+        offset = 0
+        if upload_id is not None:
+            with contextlib.suppress(NotFound):
+                offset = (await self.restore_status(upload_id, timeout=timeout)).committed_bytes
+        with state.Outgoing(source, chunk_bytes, on_progress) as outgoing:
+            call = self._slots.RestoreSlot(outgoing.requests(header, offset), timeout=timeout, metadata=self._metadata)
+            try:
+                with rpc_errors(call):
+                    return state.restored(await call)
+            finally:
+                call.cancel()
+
+    async def restore_status(self, upload_id: str, *, timeout: float | None = None) -> state.RestoreStatus:
+        """How far an upload came that is not done. Raises NotFound."""
+        request = slot_pb2.GetRestoreStatusRequest(upload_id=upload_id)
+        response = await self._call(self._slots.GetRestoreStatus, request, timeout)
+        return state.RestoreStatus(response.size_bytes, response.committed_bytes, response.expires_in.ToTimedelta())
+
+    def resume(
+        self, slot_id: int, *, progress: bool = False, timings: bool = False, timeout: float | None = None
+    ) -> Generation:
+        """Goes on with the generation that was restored with a slot, to the text that it would have had."""
+        request = generation_pb2.GenerateRequest(slot_id=slot_id, resume=True, progress=progress, timings=timings)
+        return Generation(self._generation.Generate(request, timeout=timeout, metadata=self._metadata))
 
     async def server_info(self, *, timeout: float | None = None) -> ServerInfo:
         """The server's versions and state; it answers while the model is loading, too."""

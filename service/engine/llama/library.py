@@ -12,6 +12,8 @@ log = logging.getLogger("slotwire.llama")
 
 RUNTIME_VERSION: str = llama_cpp.__version__
 
+STATE_VERSION: int = llama_cpp.LLAMA_STATE_SEQ_VERSION
+
 _WARN, _ERROR = 3, 4  # ggml_log_level
 
 _recent: collections.deque[str] = collections.deque(maxlen=8)

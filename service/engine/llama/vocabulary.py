@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -47,6 +47,12 @@ class Vocabulary:
         if special:
             return b"".join(self._piece(token, special=True) for token in tokens)
         return b"".join(map(self.pieces.__getitem__, tokens))
+
+    def entries(self) -> Iterator[tuple[bytes, int]]:
+        """The text and the attributes (a bit set) of every token, in the order of their ids."""
+        for token in range(self.size):
+            text: bytes = llama_cpp.llama_vocab_get_text(self._handle, token) or b""
+            yield text, int(llama_cpp.llama_vocab_get_attr(self._handle, token))
 
     def check(self, field: str, tokens: Sequence[int]) -> None:
         """Raise InvalidRequest at the first id that is no token; beyond this llama.cpp would fail the whole batch."""
