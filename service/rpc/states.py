@@ -19,6 +19,7 @@ from service.rpc.stall import StallWatch
 from service.slot_images import Destination, Restored, SavedImage, SlotImages
 from service.state.integrity import BLAKE3, Chunk, Digest, chunks
 from service.state.layout import LIMITS
+from service.state.reader import ImageReader
 from service.state.received import Completed
 from service.state.upload import Upload
 from service.state.uploads import Uploads
@@ -66,7 +67,8 @@ class StateStreams:
         if header.HasField("manifest"):
             await self._images.check_manifest(header.manifest, destination)
         upload_id = header.upload_id if header.HasField("upload_id") else None
-        upload = self._uploads.begin(upload_id, header.size_bytes, digest)
+        reader = ImageReader() if destination.recompute else None  # the tokens of any model's state will do then
+        upload = self._uploads.begin(upload_id, header.size_bytes, digest, reader)
         try:
             with upload.attached():
                 completed = await self._receive(upload, requests)

@@ -64,8 +64,11 @@ class Uploads:
         self._reader = reader
         self._uploads: dict[str, Upload] = {}
 
-    def begin(self, upload_id: str | None, size: int, digest: str = BLAKE3) -> Upload:
-        """The upload of that id, a new one where there is none; None makes an id that nobody can guess.
+    def begin(
+        self, upload_id: str | None, size: int, digest: str = BLAKE3, reader: ImageReader | None = None
+    ) -> Upload:
+        """The upload of that id, a new one where there is none; None makes an id that nobody can guess. `reader` is for
+        a new one, where it needs another than the usual.
 
         `size` is that of the image in bytes, `digest` the algorithm of the digest that will be given at its end. Raises
         InvalidRequest for a bad value, Conflict where the id belongs to an upload of another size or algorithm, and
@@ -75,7 +78,7 @@ class Uploads:
         upload_id = secrets.token_hex(16) if upload_id is None else _checked(upload_id)
         upload = self._uploads.get(upload_id)
         if upload is None:
-            return self._new(upload_id, size, Digest(digest))
+            return self._new(upload_id, size, Digest(digest), reader or self._reader())
         if (upload.size, upload.digest) != (size, digest):
             message = f"upload {upload_id} has {upload.size} bytes and a {upload.digest} digest"
             raise Conflict(message, reason="UPLOAD_DIFFERS", upload_id=upload_id)
@@ -124,13 +127,11 @@ class Uploads:
         uploads = self._uploads.values()
         return UploadUsage(len(uploads), sum(u.size for u in uploads), sum(u.committed for u in uploads))
 
-    def _new(self, upload_id: str, size: int, digest: Digest) -> Upload:
+    def _new(self, upload_id: str, size: int, digest: Digest, reader: ImageReader) -> Upload:
         if size < 1:
             raise InvalidRequest(FieldViolation("size", "must be at least 1 byte"))
         self._check_room(size)
-        upload = Upload(
-            upload_id, size, digest=digest, reader=self._reader(), clock=self._clock, forget=self._forget
-        )  # fmt: skip
+        upload = Upload(upload_id, size, digest=digest, reader=reader, clock=self._clock, forget=self._forget)
         self._uploads[upload_id] = upload
         return upload
 
