@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psutil
 
-from bench import engine, speculation
+from bench import engine, speculation, state
 from bench.models import smollm2
 
 
@@ -26,10 +26,16 @@ def main() -> int:
     drafts.add_argument("--rounds", type=int, default=3)
     drafts.add_argument("--tiny", type=Path, default=Path("tests/models"), help="folder of the tiny hybrid models")
     drafts.add_argument("--json", type=Path, help="write the figures there, too")
+    slots = commands.add_parser("state", help="saving and restoring slots")
+    slots.add_argument("--rounds", type=int, default=3)
+    slots.add_argument("--json", type=Path, help="write the figures there, too")
     options = parser.parse_args()
     if options.command == "engine":
         report = asyncio.run(engine.measure(options.model or smollm2("Q4_0"), options.rounds, options.threads))
         table, figures = engine.table(report), report.as_dict()
+    elif options.command == "state":
+        measured = asyncio.run(state.measure(options.rounds))
+        table, figures = measured.table(), measured.as_dict()
     else:
         found = asyncio.run(speculation.measure(options.rounds, options.tiny if options.tiny.is_dir() else None))
         table, figures = found.table(), found.as_dict()

@@ -11,6 +11,8 @@ import uuid
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
+
 from service.engine.batch import Sampler
 from service.engine.chat import ChatTemplate
 from service.engine.core import Core
@@ -37,6 +39,8 @@ from service.state.payload import parse_payload
 
 log = logging.getLogger("slotwire.backend")
 
+_GROWTH_BYTES = 256 << 10
+_PAGE_BYTES = 4096
 _RETRY_AFTER = 1.0  # seconds, while loading
 
 
@@ -196,8 +200,10 @@ class Backend:
         return await self._engine.call(lambda core: core.erase(slot_id))
 
     async def contents(self, slot_id: int, *, with_draft: bool) -> SlotContents:
-        """What a slot holds, busy or not."""
-        return await self._engine.call(lambda core: core.contents(slot_id, with_draft=with_draft))
+        """What a slot holds, busy or not. The memory for it is taken before, since others wait while it is filled."""
+        target, draft = await self._engine.call(lambda core: core.state_sizes(slot_id))
+        rooms = await asyncio.to_thread(lambda: (_room(target), _room(draft) if with_draft else None))
+        return await self._engine.call(lambda core: core.contents(slot_id, with_draft=with_draft, rooms=rooms))
 
     async def put(self, slot_id: int | None, contents: SlotContents) -> tuple[int, bool]:
         """Replace what an idle slot holds; see `Core.put`."""
@@ -216,6 +222,13 @@ class Backend:
         """Called on the engine's thread while it loads; giving up here is what makes `close` quick."""
         self.load_progress = share
         return self.state is BackendState.LOADING
+
+
+def _room(size: int) -> memoryview:
+    """Memory for a state of `size` bytes, and for one that grows a little meanwhile. Its pages are there already."""
+    room = np.empty(size + size // 16 + _GROWTH_BYTES, np.uint8)
+    room[::_PAGE_BYTES] = 0
+    return room.data
 
 
 def _samples(target: memoryview, draft: memoryview | None) -> Samples:

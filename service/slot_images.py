@@ -12,11 +12,11 @@ from typing import Any
 
 from service.backend import Backend
 from service.engine.types import FinishReason, Paused, SlotContents
-from service.errors import Conflict, EngineFailure, SlotwireError
+from service.errors import Conflict, DataLoss, EngineFailure, SlotwireError
 from service.identity import Identity
 from service.state.fingerprint import Fingerprint, differences
 from service.state.image import SlotImage, image_pieces, image_size
-from service.state.integrity import digest_of
+from service.state.integrity import digest_name, digest_of
 from service.state.layout import BLOB_MAGIC, BLOB_PREFIX, Section
 from service.state.manifest import Manifest, decode
 from service.state.memory import CacheKind, PayloadSummary
@@ -145,6 +145,7 @@ class SlotImages:
         if len(ids) > self._backend.loaded.info.slot_context:
             raise _too_long(len(ids), self._backend.loaded.info.slot_context)
         restored = Restored(-1, len(ids), dropped=dict(completed.read.dropped))
+        await asyncio.to_thread(_check_digests, completed)
         try:
             await self._check(completed)
             await self._put(completed, destination, restored)
@@ -251,6 +252,18 @@ class SlotImages:
 
 
 _MISFITS = frozenset({"FINGERPRINT_MISMATCH", "STATE_MISFIT", "STATE_UNUSABLE"})
+
+
+def _check_digests(completed: Completed) -> None:
+    """Raises DataLoss where a state is not the one that was saved: what a file went through, no upload can tell."""
+    image = completed.read.image
+    states = {Section.TARGET: image.target, Section.DRAFT: image.draft.state if image.draft is not None else None}
+    for section, state in states.items():
+        expected = image.manifest.digests.get(section.value) if image.manifest is not None else None
+        if state is None or expected is None:
+            continue
+        if digest_of([state], digest_name(expected)) != expected.lower():
+            raise DataLoss(f"the {section.value} state is not the one that was saved", reason="DIGEST_MISMATCH")
 
 
 def _misfit(problem: str) -> Conflict:

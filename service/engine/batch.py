@@ -88,8 +88,13 @@ class Decoder(Protocol):
         memory can only go back to a checkpoint; 0 where it cannot go back at all and was emptied.
         """
 
-    def state(self, slot: int) -> memoryview:
-        """The state of a slot as bytes: a copy, with llama.cpp's prefix. Raises EngineFailure."""
+    def state_size(self, slot: int) -> int:
+        """Bytes of the state of a slot."""
+
+    def state(self, slot: int, room: memoryview | None = None) -> memoryview:
+        """The state of a slot as bytes: a copy, with llama.cpp's prefix, in `room` if that is large enough. Raises
+        EngineFailure.
+        """
 
     def put_back(self, slot: int, state: memoryview, length: int) -> bool:
         """Replace what a slot holds by a state of `length` tokens, which has been checked. Returns False where it does

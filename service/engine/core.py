@@ -12,7 +12,7 @@ from service.engine.batch import DecodeStatus, Runner, Segment
 from service.engine.meter import Meter
 from service.engine.pacing import Pacer
 from service.engine.scheduler import Drafts, Plan, plan
-from service.engine.seats import RETRY_AFTER, Seats
+from service.engine.seats import RETRY_AFTER, Rooms, Seats
 from service.engine.sequence import Sequence
 from service.engine.settings import SchedulingSettings, SpeculationSettings
 from service.engine.slots import Slot, choose
@@ -110,9 +110,13 @@ class Core:
         """Empty an idle slot; returns how many tokens it held. Raises Conflict where it is busy."""
         return self._seats.erase(slot_id)
 
-    def contents(self, slot_id: int, *, with_draft: bool = True) -> SlotContents:
-        """What a slot holds, busy or not. Raises EngineFailure."""
-        return self._seats.contents(slot_id, with_draft=with_draft)
+    def state_sizes(self, slot_id: int) -> tuple[int, int]:
+        """Bytes of a slot's states, of the target and of the draft model."""
+        return self._seats.state_sizes(slot_id)
+
+    def contents(self, slot_id: int, *, with_draft: bool = True, rooms: Rooms = (None, None)) -> SlotContents:
+        """What a slot holds, busy or not; see `Seats.contents`."""
+        return self._seats.contents(slot_id, with_draft=with_draft, rooms=rooms)
 
     def put(self, slot_id: int | None, contents: SlotContents) -> tuple[int, bool]:
         """Replace what an idle slot holds; see `Seats.put`. None takes one that can be spared. Returns its id, too."""

@@ -52,10 +52,14 @@ class DraftModel:
             self._decoder.keep(slot, 0)
             self._held[slot].clear()
 
-    def state(self, slot: int) -> tuple[int, memoryview] | None:
+    def state_size(self, slot: int) -> int:
+        """Bytes of what `state` gives."""
+        return self._decoder.state_size(slot) if self._held[slot] else 0
+
+    def state(self, slot: int, room: memoryview | None) -> tuple[int, memoryview] | None:
         """How many tokens of the text are in the memory of `slot`, and their state; None where there are none."""
         held = len(self._held[slot])
-        return (held, self._decoder.state(slot)) if held else None
+        return (held, self._decoder.state(slot, room)) if held else None
 
     def put_back(self, slot: int, tokens: Sequence[int], state: memoryview) -> bool:
         """Take a state over that is the one of `tokens`. Returns False where it does not fit, and the slot is empty."""

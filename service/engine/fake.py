@@ -78,7 +78,10 @@ class FakeDecoder:
             self.checkpoints.pop(slot, None)
         return len(self.memory[slot])
 
-    def state(self, slot: int) -> memoryview:
+    def state_size(self, slot: int) -> int:
+        return 4 * len(self.memory.get(slot, []))
+
+    def state(self, slot: int, room: memoryview | None = None) -> memoryview:
         return np.array(self.memory.get(slot, []), np.int32).data.cast("B")
 
     def put_back(self, slot: int, state: memoryview, length: int) -> bool:

@@ -16,6 +16,9 @@ from service.errors import Conflict, EngineFailure, Exhausted
 
 log = logging.getLogger("slotwire.engine")
 
+Rooms = tuple[memoryview | None, memoryview | None]
+"""Buffers for the states of the target and of the draft model."""
+
 RETRY_AFTER = 1.0  # seconds; slots turn over faster than anyone could predict from here
 
 
@@ -135,15 +138,21 @@ class Seats:
             raise Conflict("all slots are busy", reason="SLOT_BUSY")
         return min(idle, key=lambda s: (session is None or s.session != session, s.length > 0, s.used)).id
 
-    def contents(self, slot_id: int, *, with_draft: bool) -> SlotContents:
-        """What a slot holds, busy or not. Raises EngineFailure."""
+    def state_sizes(self, slot_id: int) -> tuple[int, int]:
+        """Bytes of a slot's states, of the target and of the draft model."""
+        slot = self.slots[slot_id]
+        draft = self._speculation.state_size(slot) if self._speculation is not None else 0
+        return self._runner.state_size(slot_id), draft
+
+    def contents(self, slot_id: int, *, with_draft: bool, rooms: Rooms = (None, None)) -> SlotContents:
+        """What a slot holds, busy or not; the states in `rooms`, where these are large enough. Raises EngineFailure."""
         slot = self.slots[slot_id]
         self._complete(slot)
-        draft = self._speculation.state(slot) if with_draft and self._speculation is not None else None
+        draft = self._speculation.state(slot, rooms[1]) if with_draft and self._speculation is not None else None
         held, state = draft if draft is not None and draft[0] <= len(slot.tokens) else (0, None)
         return SlotContents(
             tokens=tuple(slot.tokens),
-            target=self._runner.state(slot.id),
+            target=self._runner.state(slot.id, rooms[0]),
             draft=state,
             draft_tokens=held,
             session=slot.session,

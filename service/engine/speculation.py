@@ -127,9 +127,13 @@ class Speculation:
         if self._model is not None:
             self._model.forget(slot.id)
 
-    def state(self, slot: Slot) -> tuple[int, memoryview] | None:
+    def state_size(self, slot: Slot) -> int:
+        """Bytes of the draft model's state."""
+        return self._model.state_size(slot.id) if self._model is not None else 0
+
+    def state(self, slot: Slot, room: memoryview | None) -> tuple[int, memoryview] | None:
         """What the draft model holds of a slot's text: a number of tokens, and their state."""
-        return self._model.state(slot.id) if self._model is not None else None
+        return self._model.state(slot.id, room) if self._model is not None else None
 
     def put_back(self, slot: Slot, length: int, state: memoryview) -> bool:
         """Take over the draft model's state of the first `length` tokens of a slot; False where it does not fit."""

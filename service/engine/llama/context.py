@@ -171,8 +171,11 @@ class Context:
     def keep(self, slot: int, length: int) -> int:
         return self.memory.keep(slot, length)
 
-    def state(self, slot: int) -> memoryview:
-        return self.memory.state(slot)
+    def state_size(self, slot: int) -> int:
+        return self.memory.state_size(slot)
+
+    def state(self, slot: int, room: memoryview | None = None) -> memoryview:
+        return self.memory.state(slot, room)
 
     def put_back(self, slot: int, state: memoryview, length: int) -> bool:
         return self.memory.put_back(slot, state, length)

@@ -98,10 +98,14 @@ class Memory:
         self._checkpoints.pop(sequence, None)
         self._remove(sequence, 0)
 
-    def state(self, sequence: int) -> memoryview:
-        """The whole state of a sequence. Raises EngineFailure."""
-        size = llama_cpp.llama_state_seq_get_size_ext(self._context, sequence, 0)
-        data = np.empty(size, np.uint8)
+    def state_size(self, sequence: int) -> int:
+        """Bytes of the whole state of a sequence."""
+        return int(llama_cpp.llama_state_seq_get_size_ext(self._context, sequence, 0))
+
+    def state(self, sequence: int, room: memoryview | None = None) -> memoryview:
+        """The whole state of a sequence, in `room` if that is large enough. Raises EngineFailure."""
+        size = self.state_size(sequence)
+        data = np.empty(size, np.uint8) if room is None or len(room) < size else np.frombuffer(room, np.uint8)[:size]
         if llama_cpp.llama_state_seq_get_data_ext(self._context, _pointer(data), size, sequence, 0) != size:
             raise EngineFailure("the state of a slot could not be read", reason="STATE_FAILED")
         return data.data

@@ -47,8 +47,11 @@ class LlamaRunner:
     def keep(self, slot: int, length: int) -> int:
         return self._context.keep(slot, length)
 
-    def state(self, slot: int) -> memoryview:
-        return self._context.memory.state(slot)
+    def state_size(self, slot: int) -> int:
+        return self._context.memory.state_size(slot)
+
+    def state(self, slot: int, room: memoryview | None = None) -> memoryview:
+        return self._context.memory.state(slot, room)
 
     def put_back(self, slot: int, state: memoryview, length: int) -> bool:
         return self._context.memory.put_back(slot, state, length)
