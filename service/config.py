@@ -59,12 +59,28 @@ class StateSettings:
         upload_bytes: Bytes of all of them together.
         upload_seconds: Seconds after which an upload that broke off is forgotten.
         digest_cache: Directory that remembers the digests of model files. Left out: the user's cache directory.
+        store: Where snapshots are kept: a directory, `memory:`, or s3://BUCKET/PREFIX (keys and region from AWS_*).
+            Left out: the user's data directory.
+        store_endpoint: Address of an S3-compatible server, as http(s)://HOST:PORT.
+        store_bytes: Bytes of all snapshots together. 0: no limit.
+        store_snapshots: Number of snapshots. 0: no limit.
+        snapshot_bytes: Bytes of one snapshot. 0: no limit.
     """
 
     uploads: int = 8
     upload_bytes: int = 8 << 30
     upload_seconds: float = 600.0
     digest_cache: Path | None = None
+    store: str = ""
+    store_endpoint: str = ""
+    store_bytes: int = 64 << 30
+    store_snapshots: int = 10_000
+    snapshot_bytes: int = 0
+
+    @property
+    def place(self) -> str:
+        base = os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share"
+        return self.store or str(Path(base) / "slotwire" / "snapshots")
 
     @property
     def cache(self) -> Path:
@@ -131,6 +147,9 @@ LIMITS: Mapping[str, tuple[float, float]] = {
     "uploads": (1, 10_000),
     "upload_bytes": (1, 1 << 50),
     "upload_seconds": (1, 86_400),
+    "store_bytes": (0, 1 << 60),
+    "store_snapshots": (0, 10_000_000),
+    "snapshot_bytes": (0, 1 << 50),
 }
 """The least and the largest value of every numeric setting; of each item where it is a list."""
 

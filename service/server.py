@@ -27,11 +27,24 @@ from service.rpc import paused
 from service.rpc.generation import GenerationServicer
 from service.rpc.interceptor import Boundary
 from service.rpc.slot import SlotServicer
+from service.rpc.snapshot import SnapshotServicer
 from service.rpc.states import StateStreams
 from service.rpc.system import SystemServicer
 from service.slot_images import SlotImages
+from service.snapshots import Snapshots
+from service.state.location import StoreOptions
+from service.state.room import StoreLimits
 from service.state.uploads import Uploads
-from slotwire.v1 import generation_pb2, generation_pb2_grpc, slot_pb2, slot_pb2_grpc, system_pb2, system_pb2_grpc
+from slotwire.v1 import (
+    generation_pb2,
+    generation_pb2_grpc,
+    slot_pb2,
+    slot_pb2_grpc,
+    snapshot_pb2,
+    snapshot_pb2_grpc,
+    system_pb2,
+    system_pb2_grpc,
+)
 
 log = logging.getLogger("slotwire.server")
 
@@ -40,6 +53,7 @@ _NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 _MODEL_SERVICES = (
     generation_pb2.DESCRIPTOR.services_by_name["GenerationService"].full_name,
     slot_pb2.DESCRIPTOR.services_by_name["SlotService"].full_name,
+    snapshot_pb2.DESCRIPTOR.services_by_name["SnapshotService"].full_name,
 )
 _SYSTEM_SERVICE = system_pb2.DESCRIPTOR.services_by_name["SystemService"].full_name
 
@@ -63,6 +77,17 @@ class Server:
             time_to_live=settings.state.upload_seconds,
             reader=images.reader,
         )
+        self._snapshots = Snapshots(
+            images,
+            self._uploads,
+            settings.state.place,
+            StoreOptions(endpoint=settings.state.store_endpoint),
+            StoreLimits(
+                snapshot_bytes=settings.state.snapshot_bytes,
+                total_bytes=settings.state.store_bytes,
+                snapshots=settings.state.store_snapshots,
+            ),
+        )
         self._streams = StateStreams(images, self._uploads, settings.scheduling.outbox_seconds)
         self._sweeper: asyncio.Task[None] | None = None
         self.address = ""
@@ -77,6 +102,7 @@ class Server:
         generation = GenerationServicer(backend, self._settings.scheduling.outbox_seconds)
         generation_pb2_grpc.add_GenerationServiceServicer_to_server(generation, server)
         slot_pb2_grpc.add_SlotServiceServicer_to_server(SlotServicer(backend, self._streams), server)
+        snapshot_pb2_grpc.add_SnapshotServiceServicer_to_server(SnapshotServicer(self._snapshots), server)
         system_pb2_grpc.add_SystemServiceServicer_to_server(SystemServicer(backend), server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         names = (*_MODEL_SERVICES, _SYSTEM_SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)
@@ -115,6 +141,7 @@ class Server:
             self._sweeper.cancel()
         await self._identity.close()
         self._streams.close()
+        await self._snapshots.close()
         await self.backend.close()
 
     async def _sweep(self) -> None:

@@ -37,6 +37,8 @@ class SavedImage:
     """An image to send: `pieces` in their order, `size` bytes together."""
 
     manifest: bytes
+    model: str
+    fingerprint: Mapping[str, Any]
     tokens: int
     size: int
     pieces: tuple[Bytes, ...]
@@ -113,6 +115,8 @@ class SlotImages:
         image = SlotImage(self._backend.loaded.state_version, tokens, target, draft=section, manifest=manifest)
         return SavedImage(
             manifest=manifest.encode(),
+            model=manifest.model,
+            fingerprint=manifest.fingerprint,
             tokens=len(tokens),
             size=image_size(image),
             pieces=tuple(image_pieces(image)),
@@ -121,8 +125,12 @@ class SlotImages:
 
     # restoring
 
-    def reader(self) -> ImageReader:
-        """For an image that comes: what does not look like a state of this model is refused as it comes."""
+    def reader(self, *, any_kind: bool = False) -> ImageReader:
+        """For an image that comes: what does not look like a state of this model is refused as it comes; with
+        `any_kind` only what is no state at all, since tokens can be computed.
+        """
+        if any_kind:
+            return ImageReader()
         samples = self._backend.loaded.samples
         return ImageReader(target=samples.target.kind, draft=samples.draft.kind if samples.draft else None)
 

@@ -40,7 +40,7 @@ def settings(
         context=ContextSettings(**({"context": 2048, "threads": 1} | context)),  # type: ignore[arg-type]
         scheduling=scheduling or SchedulingSettings(),
         speculation=speculation or SpeculationSettings(),
-        state=state or StateSettings(digest_cache=DIGESTS),
+        state=state or StateSettings(digest_cache=DIGESTS, store="memory:"),
     )
 
 

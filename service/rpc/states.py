@@ -19,11 +19,11 @@ from service.rpc.stall import StallWatch
 from service.slot_images import Destination, Restored, SavedImage, SlotImages
 from service.state.integrity import BLAKE3, Chunk, Digest, chunks
 from service.state.layout import LIMITS
-from service.state.reader import ImageReader
 from service.state.received import Completed
 from service.state.upload import Upload
 from service.state.uploads import Uploads
 from slotwire.v1 import slot_pb2 as pb
+from slotwire.v1 import snapshot_pb2
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -67,7 +67,7 @@ class StateStreams:
         if header.HasField("manifest"):
             await self._images.check_manifest(header.manifest, destination)
         upload_id = header.upload_id if header.HasField("upload_id") else None
-        reader = ImageReader() if destination.recompute else None  # the tokens of any model's state will do then
+        reader = self._images.reader(any_kind=destination.recompute)
         upload = self._uploads.begin(upload_id, header.size_bytes, digest, reader)
         try:
             with upload.attached():
@@ -146,28 +146,38 @@ def _part(message: Any, *kinds: str) -> Any:
 
 
 def _read_header(header: pb.RestoreSlotHeader) -> Destination:
-    fields = Fields()
     if not 1 <= header.size_bytes <= LIMITS.state_bytes:
-        fields.refuse("header.size_bytes", f"{header.size_bytes} is not in [1, {LIMITS.state_bytes}]")
+        violation = FieldViolation("header.size_bytes", f"{header.size_bytes} is not in [1, {LIMITS.state_bytes}]")
+        raise InvalidRequest(violation)
+    return read_destination(header)
+
+
+def read_destination(message: pb.RestoreSlotHeader | snapshot_pb2.RestoreSnapshotRequest) -> Destination:
+    """Where an image goes. Raises InvalidRequest."""
+    fields = Fields()
     destination = Destination(
-        slot_id=header.slot_id if header.HasField("slot_id") else None,
-        session=fields.label(header, "session", MAX_LABEL_BYTES),
-        cache_key=fields.label(header, "cache_key", MAX_LABEL_BYTES) or "",
-        recompute=header.recompute,
+        slot_id=message.slot_id if message.HasField("slot_id") else None,
+        session=fields.label(message, "session", MAX_LABEL_BYTES),
+        cache_key=fields.label(message, "cache_key", MAX_LABEL_BYTES) or "",
+        recompute=message.recompute,
     )
     fields.check()
     return destination
 
 
-def _write_restored(restored: Restored, size: int, receive_seconds: float) -> pb.RestoreSlotResponse:
+def write_sections(restored: Restored) -> list[pb.RestoredSection]:
+    """What was used of an image, and what was not."""
     sections = [pb.RestoredSection(name=section.value, applied=True) for section in restored.applied]
-    sections += [pb.RestoredSection(name=section.value, reason=why) for section, why in restored.dropped.items()]
+    return sections + [pb.RestoredSection(name=section.value, reason=why) for section, why in restored.dropped.items()]
+
+
+def _write_restored(restored: Restored, size: int, receive_seconds: float) -> pb.RestoreSlotResponse:
     return pb.RestoreSlotResponse(
         slot_id=restored.slot_id,
         restored_tokens=restored.tokens,
         reusable_tokens=restored.tokens,
         recomputed=restored.recomputed,
-        sections=sections,
+        sections=write_sections(restored),
         size_bytes=size,
         receive_time=wire.duration(receive_seconds),
         apply_time=wire.duration(restored.seconds),

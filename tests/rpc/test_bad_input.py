@@ -58,7 +58,6 @@ BAD = {
     "prompt too long": (tokens(*[5] * 3000), "prompt", f"3000 tokens; the slot's context has room for {ROOM}"),
     "text that cannot fit": (text("word " * 100_000), "prompt", f"room for {ROOM}"),
     "no messages": (pb.GenerateRequest(prompt=pb.Prompt(chat=pb.ChatPrompt())), "prompt.chat.messages", "1 to"),
-    "max_tokens": (text(max_tokens=0), "max_tokens", "[1, "),
     "empty stop string": (text(stop=["ok", ""]), "stop[1]", "1 to 1024"),
     "long stop string": (text(stop=["x" * 1025]), "stop[0]", "1 to 1024"),
     "10,000 stop strings": (text(stop=["x"] * 10_000), "stop", "10000 strings; at most 64"),

@@ -60,7 +60,7 @@ def test_help_lists_the_commands_and_groups_the_settings(capsys: pytest.CaptureF
     assert main(["serve", "--help"]) == 0
     text = capsys.readouterr().out
     titles = re.findall(r"╭─ (\w+) ─", text)
-    assert titles == ["Parameters", "Server", "Model", "Context", "Scheduling", "Speculation"]
+    assert titles == ["Parameters", "Server", "Model", "Context", "Scheduling", "Speculation", "State"]
     assert "Conversations that generate at the same time." in text
     assert "SLOTWIRE_SLOTS=8" in text
 

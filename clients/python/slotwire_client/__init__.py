@@ -30,6 +30,7 @@ from slotwire_client.errors import (
 )
 from slotwire_client.generation import Generation
 from slotwire_client.info import Capabilities, Load, ModelInfo, Rollback, ServerInfo, ServerState
+from slotwire_client.snapshots import Snapshot, Snapshots
 from slotwire_client.state import RestoredSection, RestoredSlot, RestoreStatus, SavedSlot
 from slotwire_client.types import (
     ChatMessage,
@@ -102,6 +103,8 @@ __all__ = [
     "Slot",
     "SlotState",
     "SlotwireError",
+    "Snapshot",
+    "Snapshots",
     "Speculation",
     "SpeculationOptions",
     "Started",

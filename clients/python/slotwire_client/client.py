@@ -17,6 +17,7 @@ from slotwire.v1 import (
     generation_pb2_grpc,
     slot_pb2,
     slot_pb2_grpc,
+    snapshot_pb2_grpc,
     system_pb2,
     system_pb2_grpc,
 )
@@ -25,6 +26,7 @@ from slotwire_client.chat import Chat
 from slotwire_client.errors import NotFound, Unavailable, rpc_errors
 from slotwire_client.generation import Generation
 from slotwire_client.info import Load, ModelInfo, ServerInfo, ServerState
+from slotwire_client.snapshots import Snapshots
 from slotwire_client.types import (
     ChatMessage,
     GenerateOptions,
@@ -78,6 +80,8 @@ class Client:
         self._generation = generation_pb2_grpc.GenerationServiceStub(self._channel)
         self._slots = slot_pb2_grpc.SlotServiceStub(self._channel)
         self._system = system_pb2_grpc.SystemServiceStub(self._channel)
+        self.snapshots = Snapshots(snapshot_pb2_grpc.SnapshotServiceStub(self._channel), self._call)
+        """Slot images by name, in the server's own store."""
 
     async def __aenter__(self) -> Self:
         return self

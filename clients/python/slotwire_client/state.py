@@ -12,7 +12,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO, Protocol, Self
 
+from google.protobuf.duration_pb2 import Duration
+
 from slotwire.v1 import slot_pb2 as pb
+from slotwire.v1 import snapshot_pb2
 from slotwire_client.errors import DataLoss, rpc_errors
 
 CHUNK_BYTES = 256 << 10
@@ -149,7 +152,8 @@ class Outgoing:
         return data
 
 
-def restored(message: pb.RestoreSlotResponse) -> RestoredSlot:
+def restored(message: pb.RestoreSlotResponse | snapshot_pb2.RestoreSnapshotResponse) -> RestoredSlot:
+    """Of a snapshot, `receive_time` is that of reading it from the store."""
     return RestoredSlot(
         slot_id=message.slot_id,
         restored_tokens=message.restored_tokens,
@@ -157,7 +161,11 @@ def restored(message: pb.RestoreSlotResponse) -> RestoredSlot:
         recomputed=message.recomputed,
         sections=tuple(RestoredSection(entry.name, entry.applied, entry.reason) for entry in message.sections),
         size_bytes=message.size_bytes,
-        receive_time=message.receive_time.ToTimedelta(),
+        receive_time=_receive_time(message).ToTimedelta(),
         apply_time=message.apply_time.ToTimedelta(),
         resumable=message.resumable,
     )
+
+
+def _receive_time(message: pb.RestoreSlotResponse | snapshot_pb2.RestoreSnapshotResponse) -> Duration:
+    return message.receive_time if isinstance(message, pb.RestoreSlotResponse) else message.read_time
