@@ -140,6 +140,7 @@ LIMITS: Mapping[str, tuple[float, float]] = {
     "pace": (1, 1000),
     "outbox_tokens": (1, _INT32),
     "outbox_seconds": (0.1, 86_400),
+    "cache_memory": (0, 1 << 50),
     "draft_max": (1, 64),
     "draft_context": (0, _INT32),
     "draft_gpu_layers": (-1, _INT32),

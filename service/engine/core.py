@@ -15,6 +15,7 @@ from service.engine.scheduler import Drafts, Plan, plan
 from service.engine.seats import RETRY_AFTER, Rooms, Seats
 from service.engine.sequence import Sequence
 from service.engine.settings import SchedulingSettings, SpeculationSettings
+from service.engine.shelf import Shelf
 from service.engine.slots import Slot, choose
 from service.engine.speculation import Speculation
 from service.engine.types import Event, FinishReason, Load, Paused, Progress, SlotContents, SlotInfo, Started
@@ -46,7 +47,8 @@ class Core:
         self._speculation: Speculation | None = None
         if speculation is not None and speculation.rows:
             self._speculation = Speculation(speculation, self._info, runner.draft, clock)
-        self._seats = Seats(runner, self._speculation)
+        self._shelf = Shelf(settings.cache_memory, whole=not self._info.capabilities.trim)
+        self._seats = Seats(runner, self._speculation, self._shelf)
         self._slots = self._seats.slots
         self._checkpoint_seconds = 0.0
         """Of each slot, in the last step that took checkpoints."""
@@ -139,6 +141,9 @@ class Core:
             queue_limit=self._settings.queue,
             cached_tokens=sum(len(slot.tokens) for slot in self._slots),
             context_tokens=self._info.context,
+            shelved_states=len(self._shelf),
+            shelved_bytes=self._shelf.bytes,
+            fetched_tokens=self._seats.fetched,
         )
 
     # a step

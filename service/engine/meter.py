@@ -70,8 +70,14 @@ class Meter:
         queue_limit: int,
         cached_tokens: int,
         context_tokens: int,
+        shelved_states: int,
+        shelved_bytes: int,
+        fetched_tokens: int,
     ) -> Load:
         return Load(
+            shelved_states=shelved_states,
+            shelved_bytes=shelved_bytes,
+            fetched_tokens=fetched_tokens,
             slots=slots,
             busy_slots=busy_slots,
             queued_requests=queued_requests,

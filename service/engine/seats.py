@@ -9,10 +9,11 @@ from dataclasses import replace
 
 from service.engine.batch import Decoder, DecodeStatus, Runner, Segment
 from service.engine.sequence import Sequence
+from service.engine.shelf import Shelf
 from service.engine.slots import Slot
 from service.engine.speculation import Speculation
 from service.engine.types import Paused, SlotContents
-from service.errors import Conflict, EngineFailure, Exhausted
+from service.errors import Conflict, EngineFailure, Exhausted, SlotwireError
 
 log = logging.getLogger("slotwire.engine")
 
@@ -25,8 +26,11 @@ RETRY_AFTER = 1.0  # seconds; slots turn over faster than anyone could predict f
 class Seats:
     """Keeps what is known of each slot in step with the memory of the runner and of the draft model."""
 
-    def __init__(self, runner: Runner, speculation: Speculation | None) -> None:
+    def __init__(self, runner: Runner, speculation: Speculation | None, shelf: Shelf) -> None:
         self._runner, self._speculation, self._info = runner, speculation, runner.info
+        self._shelf = shelf
+        self.fetched = 0
+        """Tokens that came back from the shelf."""
         self.slots = [Slot(index) for index in range(self._info.slots)]
         self._uses = 0
 
@@ -52,9 +56,12 @@ class Seats:
     def seat(self, slot: Slot, sequence: Sequence, now: float) -> int:
         """Give a slot to a sequence; returns how many tokens it finds there."""
         request = sequence.request
+        self._fetch(slot, sequence)
         slot.replay.clear()  # where it is a part of the prompt, it is computed as one
         slot.paused = None
         reused = slot.common_prefix(sequence)
+        if 2 * reused < len(slot.tokens):  # another conversation; one that was edited is not worth a copy
+            self._shelve(slot)
         if reused < len(slot.tokens):
             reused = self._runner.keep(slot.id, reused)
             del slot.tokens[reused:]
@@ -109,6 +116,7 @@ class Seats:
             return False
         slot = min(idle, key=lambda slot: slot.used)
         log.info("evict slot %d: %d tokens, the cache is full", slot.id, len(slot.tokens))
+        self._shelve(slot)
         self.clear(slot)
         return True
 
@@ -194,6 +202,26 @@ class Seats:
             raise Conflict(f"slot {slot_id} has no generation that could go on", reason="NOTHING_TO_RESUME")
         request = replace(slot.paused.request, session=slot.session, cache_key=slot.cache_key)
         return replace(slot.paused, request=request)
+
+    def _shelve(self, slot: Slot) -> None:
+        """Copy what a slot holds to the shelf, where that is worth it."""
+        if self._shelf.wants(len(slot.tokens), self._runner.state_size(slot.id) if slot.tokens else 0):
+            self._shelf.keep(self.contents(slot.id, with_draft=True))
+
+    def _fetch(self, slot: Slot, sequence: Sequence) -> None:
+        """Bring what a sequence can go on from back from the shelf, if that is more than its slot has."""
+        usable = slot.common_prefix(sequence)
+        if usable < len(slot.tokens) and not self._info.capabilities.trim:
+            usable = 0
+        contents = self._shelf.take(sequence, better_than=usable)
+        if contents is None:
+            return
+        self._shelve(slot)
+        try:
+            self.put(slot.id, contents)
+            self.fetched += len(contents.tokens)
+        except SlotwireError as error:
+            log.info("slot %d: %d tokens stay away: %s", slot.id, len(contents.tokens), error)
 
     def _idle(self, slot_id: int) -> Slot:
         slot = self.slots[slot_id]

@@ -107,6 +107,7 @@ class SchedulingSettings:
         outbox_tokens: Tokens that may wait for a client that reads slowly before it is cut off.
         outbox_seconds: Seconds that a client may leave its tokens unread before it is cut off.
         grammars: Grammars that clients may send. One written to be ambiguous can stall everyone; `schemas` are safe.
+        cache_memory: Bytes of host memory for conversations that lost their slot, so that they can come back. 0: none.
     """
 
     queue: int = 256
@@ -114,6 +115,7 @@ class SchedulingSettings:
     outbox_tokens: int = 8192
     outbox_seconds: float = 30.0
     grammars: Grammars = "all"
+    cache_memory: int = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)

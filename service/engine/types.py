@@ -261,6 +261,9 @@ class Load:
     `busy_seconds` is the time of all steps since start, `decode_seconds` the part of it inside the runner's decode,
     `draft_seconds` the part for drafts. `decodes` are those of the target, `rounds` those of them that verified drafts,
     `flushes` those that computed nothing but accepted tokens again, `checkpoints` those taken of the target.
+
+    What is shelved is in host memory for conversations that lost their slot; `fetched_tokens` of them came back since
+    start.
     """
 
     slots: int = 0
@@ -288,6 +291,9 @@ class Load:
     accepted_tokens: int = 0
     replayed_tokens: int = 0
     draft_seconds: float = 0.0
+    shelved_states: int = 0
+    shelved_bytes: int = 0
+    fetched_tokens: int = 0
 
 
 class Rollback(enum.Enum):

@@ -107,4 +107,7 @@ class SystemServicer(pb_grpc.SystemServiceServicer):
             accepted_tokens=load.accepted_tokens,
             replayed_tokens=load.replayed_tokens,
             draft_time=wire.duration(load.draft_seconds),
+            shelved_states=load.shelved_states,
+            shelved_bytes=load.shelved_bytes,
+            fetched_tokens=load.fetched_tokens,
         )

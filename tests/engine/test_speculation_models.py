@@ -76,9 +76,11 @@ class Answer:
 class Bench:
     """A core on a real model that drafts `drafted` tokens in each round, whether that pays or not."""
 
-    def __init__(self, runner: LlamaRunner, speculation: SpeculationSettings, drafted: int = 3) -> None:
+    def __init__(
+        self, runner: LlamaRunner, speculation: SpeculationSettings, drafted: int = 3, cache_memory: int = 0
+    ) -> None:
         self.runner = runner
-        self.core = Core(runner, SchedulingSettings(), speculation)
+        self.core = Core(runner, SchedulingSettings(cache_memory=cache_memory), speculation)
         if self.core._speculation is not None:
             self.core._speculation.tempo.choose = lambda candidates, *_: always(candidates, drafted)  # type: ignore[method-assign]
         self.answers: dict[str, Answer] = {}
@@ -112,7 +114,7 @@ def always(candidates: list[Candidate], count: int) -> list[int]:
 def loaded(
     pair: tuple[Path, Path], source: DraftSource, *, slots: int = 4, drafted: int = 3, **context: object
 ) -> Iterator[Bench]:
-    rollback = context.pop("rollback", "auto")
+    rollback, memory = context.pop("rollback", "auto"), context.pop("cache_memory", 0)
     with_model = source in ("model", "both")
     speculation = SpeculationSettings(
         draft=source,
@@ -123,7 +125,7 @@ def loaded(
     fields = {"context": 1024, "slots": slots, "threads": 1, "deterministic": True} | context
     runner = load_runner(pair[0], ModelSettings(), ContextSettings(**fields), speculation)  # type: ignore[arg-type]
     try:
-        yield Bench(runner, speculation, drafted)
+        yield Bench(runner, speculation, drafted, memory)  # type: ignore[arg-type]
     finally:
         runner.close()
 

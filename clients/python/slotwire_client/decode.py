@@ -147,6 +147,9 @@ def load(message: system_pb2.GetLoadResponse) -> info.Load:
         accepted_tokens=message.accepted_tokens,
         replayed_tokens=message.replayed_tokens,
         draft_seconds=_seconds(message.draft_time),
+        shelved_states=message.shelved_states,
+        shelved_bytes=message.shelved_bytes,
+        fetched_tokens=message.fetched_tokens,
     )
 
 

@@ -112,3 +112,7 @@ class Load:
     accepted_tokens: int = 0
     replayed_tokens: int = 0
     draft_seconds: float = 0.0
+    shelved_states: int = 0
+    """Conversations that lost their slot and are kept in host memory; `fetched_tokens` came back since start."""
+    shelved_bytes: int = 0
+    fetched_tokens: int = 0
