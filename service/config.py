@@ -136,6 +136,8 @@ LIMITS: Mapping[str, tuple[float, float]] = {
     "yarn_beta_fast": (-_ANY, _ANY),
     "yarn_beta_slow": (-_ANY, _ANY),
     "yarn_orig_ctx": (0, _INT32),
+    "context_checkpoints": (0, 1024),
+    "checkpoint_bytes": (0, 1 << 50),
     "queue": (0, 1_000_000),
     "pace": (1, 1000),
     "outbox_tokens": (1, _INT32),

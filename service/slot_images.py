@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from service.backend import Backend
-from service.engine.types import FinishReason, Paused, SlotContents
+from service.engine.types import ContextCheckpoint, FinishReason, Paused, SlotContents
 from service.errors import Conflict, DataLoss, EngineFailure, SlotwireError
 from service.identity import Identity
 from service.state.fingerprint import Fingerprint, differences
@@ -21,9 +21,10 @@ from service.state.layout import BLOB_MAGIC, BLOB_PREFIX, Section
 from service.state.manifest import Manifest, decode
 from service.state.memory import CacheKind, PayloadSummary
 from service.state.parts import Blob, Role
+from service.state.payload import parse_payload
 from service.state.reader import ImageReader
 from service.state.received import Completed
-from service.state.sections import Bytes, Draft
+from service.state.sections import Bytes, Checkpoint, Draft
 from service.state.tokens import TokenList
 
 log = logging.getLogger("slotwire.state")
@@ -112,7 +113,9 @@ class SlotImages:
             digests=digests,
             extra=extra,
         )
-        image = SlotImage(self._backend.loaded.state_version, tokens, target, draft=section, manifest=manifest)
+        version = self._backend.loaded.state_version
+        checkpoints = tuple(_checkpoint(checkpoint, version) for checkpoint in contents.checkpoints)
+        image = SlotImage(version, tokens, target, checkpoints, draft=section, manifest=manifest)
         return SavedImage(
             manifest=manifest.encode(),
             model=manifest.model,
@@ -201,6 +204,7 @@ class SlotImages:
             session=destination.session,
             cache_key=destination.cache_key,
             paused=paused,
+            checkpoints=self._checkpoints_of(completed, restored),
         )
         restored.slot_id, drafted = await self._backend.put(destination.slot_id, contents)
         restored.applied += [Section.TOKENS, Section.TARGET]
@@ -211,8 +215,8 @@ class SlotImages:
             restored.dropped[Section.DRAFT] = "the draft's context has no room for it"
         if read.image.manifest is not None:
             restored.applied.append(Section.MANIFEST)
-        if read.image.checkpoints:
-            restored.dropped[Section.CHECKPOINTS] = "this server does not use context checkpoints"
+        if contents.checkpoints:
+            restored.applied.append(Section.CHECKPOINTS)
 
     def _draft_of(self, completed: Completed, restored: Restored) -> tuple[memoryview | None, int]:
         """The draft model's state and the number of its tokens, where it fits the draft's context."""
@@ -231,6 +235,20 @@ class SlotImages:
                 return memoryview(image.draft.state), tokens
             restored.dropped[Section.DRAFT] = problem
         return None, 0
+
+    def _checkpoints_of(self, completed: Completed, restored: Restored) -> tuple[ContextCheckpoint, ...]:
+        """The context checkpoints, if all of them fit. The draft's part of them is not used."""
+        image, sample = completed.read.image, self._backend.loaded.samples.target
+        shape = tuple(cache.shape for cache in sample.caches[1:] or sample.caches)
+        found = []
+        for index, checkpoint in enumerate(image.checkpoints):
+            payload = completed.read.payloads.get(Blob(Section.CHECKPOINTS, Role.TARGET, index))
+            last = checkpoint.tokens - 1
+            if payload is None or payload.shape != shape or {cache.last_position for cache in payload.caches} != {last}:
+                restored.dropped[Section.CHECKPOINTS] = f"checkpoint {index} does not fit this model's memory"
+                return ()
+            found.append(ContextCheckpoint(checkpoint.tokens, memoryview(checkpoint.target)))
+        return tuple(found)
 
     def _paused_of(self, completed: Completed, restored: Restored) -> Paused | None:
         manifest = completed.read.image.manifest
@@ -272,6 +290,12 @@ def _check_digests(completed: Completed) -> None:
             continue
         if digest_of([state], digest_name(expected)) != expected.lower():
             raise DataLoss(f"the {section.value} state is not the one that was saved", reason="DIGEST_MISMATCH")
+
+
+def _checkpoint(checkpoint: ContextCheckpoint, version: int) -> Checkpoint:
+    payload = parse_payload(checkpoint.data[BLOB_PREFIX:], version=version, partial=True)
+    first = min(cache.first_position or 0 for cache in payload.caches)
+    return Checkpoint(checkpoint.length, first, checkpoint.length - 1, checkpoint.data, b"", b"")
 
 
 def _misfit(problem: str) -> Conflict:

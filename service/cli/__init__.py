@@ -17,6 +17,7 @@ from service.cli.inspect import inspect
 from service.cli.models import models
 from service.cli.serve import serve
 from service.cli.slots import slots
+from service.cli.state import restore, save
 from service.config import sources
 from service.errors import ConfigError
 from slotwire_client import SlotwireError
@@ -38,7 +39,7 @@ app = App(
     group_commands=Group("Commands", sort_key=0),
 )
 app.command(serve, name="serve", config=sources(), help_epilogue=_EPILOGUE)
-for command in (generate, chat, demo, slots, models, inspect):
+for command in (generate, chat, demo, slots, save, restore, models, inspect):
     app.command(command, default_parameter=Parameter(negative_bool=(), negative_iterable=(), show_default=False))
 
 

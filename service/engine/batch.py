@@ -13,7 +13,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from service.engine.types import ModelInfo, Request
+from service.engine.types import ContextCheckpoint, ModelInfo, Request
 
 Logits = npt.NDArray[np.float32]
 """Raw scores of one row, shape [vocabulary]."""
@@ -87,6 +87,17 @@ class Decoder(Protocol):
         """Drop the tokens of `slot` from position `length` on. Returns how many are left: `length`, or fewer where the
         memory can only go back to a checkpoint; 0 where it cannot go back at all and was emptied.
         """
+
+    def add_context_checkpoint(self, slot: int) -> bool:
+        """Keep a copy in host memory of what cannot go back, so that `keep` can come back to where `slot` is now as
+        long as its tokens up to here stay. Returns False where that is not needed, or not wanted.
+        """
+
+    def context_checkpoints(self, slot: int) -> tuple[ContextCheckpoint, ...]:
+        """Those of a slot, the shortest first."""
+
+    def put_context_checkpoints(self, slot: int, checkpoints: Sequence[ContextCheckpoint]) -> None:
+        """Take checkpoints over that belong to the state that `put_back` brought, and have been checked."""
 
     def state_size(self, slot: int) -> int:
         """Bytes of the state of a slot."""

@@ -50,6 +50,8 @@ class Core:
         self._shelf = Shelf(settings.cache_memory, whole=not self._info.capabilities.trim)
         self._seats = Seats(runner, self._speculation, self._shelf)
         self._slots = self._seats.slots
+        can = self._info.capabilities
+        self._pausing = can.context_checkpoints and (not can.trim or can.sliding_window > 0)
         self._checkpoint_seconds = 0.0
         """Of each slot, in the last step that took checkpoints."""
         self._outcomes: list[Outcome] = []
@@ -216,7 +218,7 @@ class Core:
         """Decode the next batch; where the cache is full, make room and plan again."""
         prompt_rows = self._prompt_rows(len(self._seats.generating()))
         while True:
-            work = plan(self._slots, prompt_rows, self._runner.max_rows, drafts)
+            work = plan(self._slots, prompt_rows, self._runner.max_rows, drafts, pausing=self._pausing)
             if not work.segments:
                 return work
             self._checkpoint(work)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from service.engine.batch import DecodeStatus, Logits, Segment
-from service.engine.types import Capabilities, ModelInfo, Rollback
+from service.engine.types import Capabilities, ContextCheckpoint, ModelInfo, Rollback
 
 END = 0
 """The end-of-text token."""
@@ -77,6 +77,15 @@ class FakeDecoder:
         if length == 0:
             self.checkpoints.pop(slot, None)
         return len(self.memory[slot])
+
+    def add_context_checkpoint(self, slot: int) -> bool:
+        return False
+
+    def context_checkpoints(self, slot: int) -> tuple[ContextCheckpoint, ...]:
+        return ()
+
+    def put_context_checkpoints(self, slot: int, checkpoints: Sequence[ContextCheckpoint]) -> None:
+        """There are none."""
 
     def state_size(self, slot: int) -> int:
         return 4 * len(self.memory.get(slot, []))

@@ -8,6 +8,11 @@ from dataclasses import dataclass
 from service.engine.batch import Segment
 from service.engine.slots import Slot
 
+TAIL = 4
+"""Tokens of a prompt that are computed after the last context checkpoint in it."""
+LEAST_PROMPT = 64
+"""Tokens; shorter prompts are computed at once."""
+
 Drafts = Mapping[int, Sequence[int]]
 """Drafted tokens by slot."""
 
@@ -27,10 +32,11 @@ class Plan:
         return sum(len(segment.tokens) for segment in self.segments)
 
 
-def plan(slots: Sequence[Slot], prompt_rows: int, max_rows: int, drafts: Drafts) -> Plan:
+def plan(slots: Sequence[Slot], prompt_rows: int, max_rows: int, drafts: Drafts, *, pausing: bool = False) -> Plan:
     """For each generating slot its replay, its newest token and its draft, for each idle one its replay, then at most
     `prompt_rows` of prompts; all in all at most `max_rows` rows.
 
+    With `pausing` a chunk ends shortly before its prompt does, so that a context checkpoint can be taken there.
     Prompts are served in the order in which they came to their slots, so that the first one is done soonest.
     """
     generating = [slot for slot in slots if slot.sequence is not None and slot.sequence.pending is not None]
@@ -50,11 +56,20 @@ def plan(slots: Sequence[Slot], prompt_rows: int, max_rows: int, drafts: Drafts)
             break
         assert slot.sequence is not None
         start, reading = len(slot.tokens), slot.sequence.reading
-        chunk = reading[start : start + left]
+        end = _pause(start, len(reading)) if pausing else len(reading)
+        chunk = reading[start : min(start + left, end)]
         drawn_from = start + len(chunk) == len(reading) and not slot.sequence.resumed
         segments.append(Segment(slot.id, chunk, start, outputs=int(drawn_from)))
         left -= len(chunk)
     return Plan(segments, len(generating), share - left)
+
+
+def _pause(start: int, length: int) -> int:
+    """Where a chunk of a prompt ends at the latest: a context checkpoint shortly before its end is of use to a prompt
+    that goes on in another way.
+    """
+    before = length - TAIL
+    return before if length > LEAST_PROMPT and start < before else length
 
 
 def _round(slot: Slot, draft: Sequence[int], room: int) -> Segment:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from service.engine.batch import Decoder, DecodeStatus, Runner, Segment
+from service.engine.scheduler import TAIL
 from service.engine.sequence import Sequence
 from service.engine.shelf import Shelf
 from service.engine.slots import Slot
@@ -17,6 +18,7 @@ from service.errors import Conflict, EngineFailure, Exhausted, SlotwireError
 
 log = logging.getLogger("slotwire.engine")
 
+_SPACING = 1024  # tokens between context checkpoints in the middle of a prompt
 Rooms = tuple[memoryview | None, memoryview | None]
 """Buffers for the states of the target and of the draft model."""
 
@@ -60,6 +62,7 @@ class Seats:
         slot.replay.clear()  # where it is a part of the prompt, it is computed as one
         slot.paused = None
         reused = slot.common_prefix(sequence)
+        slot.marked = 0
         if 2 * reused < len(slot.tokens):  # another conversation; one that was edited is not worth a copy
             self._shelve(slot)
         if reused < len(slot.tokens):
@@ -89,7 +92,16 @@ class Seats:
         replayed = min(len(slot.replay), len(segment.tokens))
         del slot.replay[:replayed]
         slot.tokens.extend(segment.tokens)
+        if slot.sequence is not None and slot.sequence.pending is None:
+            self._mark(slot, len(slot.sequence.reading))
         return replayed
+
+    def _mark(self, slot: Slot, end: int) -> None:
+        """Take a context checkpoint while a prompt of `end` tokens is read: now and then, and near its end."""
+        length = len(slot.tokens)
+        due = length == end - TAIL or (length < end and length - slot.marked >= _SPACING)
+        if due and self._runner.add_context_checkpoint(slot.id):
+            slot.marked = length
 
     def take_back(self, slot: Slot, length: int) -> None:
         """Only the first `length` tokens of a slot are its text. Where the memory goes back further, the rest of them
@@ -166,6 +178,7 @@ class Seats:
             session=slot.session,
             cache_key=slot.cache_key,
             paused=_paused(slot),
+            checkpoints=self._runner.context_checkpoints(slot.id),
         )
 
     def put(self, slot_id: int, contents: SlotContents) -> bool:
@@ -191,6 +204,7 @@ class Seats:
         if not self._runner.put_back(slot.id, contents.target, count):
             raise Conflict("the state does not fit the memory of this model", reason="STATE_UNUSABLE")
         slot.tokens, slot.paused = list(contents.tokens), contents.paused
+        self._runner.put_context_checkpoints(slot.id, contents.checkpoints)
         if contents.draft is None or self._speculation is None:
             return False
         return self._speculation.put_back(slot, contents.draft_tokens, contents.draft)

@@ -71,6 +71,9 @@ class ContextSettings:
         yarn_beta_fast: YaRN low correction dimension; negative: the model's.
         yarn_beta_slow: YaRN high correction dimension; negative: the model's.
         yarn_orig_ctx: The context that the model was trained with, for YaRN. 0: the model's.
+        context_checkpoints: Copies of what cannot go back (recurrent states, sliding windows) that a slot keeps in host
+            memory while prompts are processed, so that a prompt that goes another way need not begin anew. 0: none.
+        checkpoint_bytes: Bytes of all of them together, for each slot.
         deterministic: Let a text depend on its request alone, bit for bit, in micro-batches of at most 32 rows.
     """
 
@@ -94,6 +97,8 @@ class ContextSettings:
     yarn_beta_fast: float = -1.0
     yarn_beta_slow: float = -1.0
     yarn_orig_ctx: int = 0
+    context_checkpoints: int = 8
+    checkpoint_bytes: int = 512 << 20
     deterministic: bool = False
 
 

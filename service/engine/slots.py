@@ -31,6 +31,8 @@ class Slot:
     """Seconds since the epoch."""
     paused: Paused | None = None
     """A generation that was restored with the slot and can go on."""
+    marked: int = 0
+    """Tokens at the last context checkpoint of the prompt that is read."""
 
     @property
     def busy(self) -> bool:

@@ -132,6 +132,16 @@ class Paused:
 
 
 @dataclass(frozen=True, slots=True)
+class ContextCheckpoint:
+    """The part of a memory that cannot go back, as it was after `length` tokens, as llama.cpp writes it (PARTIAL_ONLY),
+    with its prefix of 8 bytes.
+    """
+
+    length: int
+    data: memoryview
+
+
+@dataclass(frozen=True, slots=True)
 class SlotContents:
     """What a slot holds. States are as llama.cpp writes them, with its prefix of 8 bytes; `draft` is that of the draft
     model, which may hold the first `draft_tokens` of the tokens only.
@@ -144,6 +154,7 @@ class SlotContents:
     session: str | None = None
     cache_key: str = ""
     paused: Paused | None = None
+    checkpoints: tuple[ContextCheckpoint, ...] = ()
 
 
 class FinishReason(enum.Enum):
@@ -316,6 +327,8 @@ class Capabilities:
     hybrid: bool
     sliding_window: int
     rollback: Rollback
+    context_checkpoints: bool = False
+    """Copies of what cannot go back are kept while prompts are read."""
     deterministic: bool = False
     """Texts depend on their requests alone: it was asked for, and a test at start confirmed it."""
 

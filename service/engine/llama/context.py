@@ -20,7 +20,7 @@ from service.engine.llama.invariant import MICRO_BATCH, SPLIT_ATTENTION, Invaria
 from service.engine.llama.memory import Memory
 from service.engine.llama.model import Model
 from service.engine.settings import ContextSettings, RollbackChoice
-from service.engine.types import Rollback
+from service.engine.types import ContextCheckpoint, Rollback
 from service.errors import ConfigError
 
 log = logging.getLogger("slotwire.engine")
@@ -124,7 +124,14 @@ class Context:
         self._snapshots: int = llama_cpp.llama_n_rs_seq(self.handle)
         self.memory = Memory(self.handle, Rollback.TRIM)
         self.rollback, self._state_bytes = self._probe(settings.slots)
-        self.memory = Memory(self.handle, self.rollback, window=self._window, snapshots=self._snapshots)
+        self.memory = Memory(
+            self.handle,
+            self.rollback,
+            window=self._window,
+            snapshots=self._snapshots,
+            most_copies=settings.context_checkpoints,
+            copied_bytes=settings.checkpoint_bytes,
+        )
         if settings.deterministic:
             self._invariant = InvariantDecoder(
                 self,
@@ -170,6 +177,15 @@ class Context:
 
     def keep(self, slot: int, length: int) -> int:
         return self.memory.keep(slot, length)
+
+    def add_context_checkpoint(self, slot: int) -> bool:
+        return self.memory.add_context_checkpoint(slot)
+
+    def context_checkpoints(self, slot: int) -> tuple[ContextCheckpoint, ...]:
+        return self.memory.context_checkpoints(slot)
+
+    def put_context_checkpoints(self, slot: int, checkpoints: Sequence[ContextCheckpoint]) -> None:
+        self.memory.put_context_checkpoints(slot, checkpoints)
 
     def state_size(self, slot: int) -> int:
         return self.memory.state_size(slot)

@@ -12,6 +12,7 @@ from service.engine.batch import DecodeStatus, Logits, Segment
 from service.engine.llama.context import Context
 from service.engine.llama.model import Model
 from service.engine.settings import ContextSettings, ModelSettings, SpeculationSettings
+from service.engine.types import ContextCheckpoint
 from service.errors import ConfigError
 
 _UNUSED = llama_cpp.LLAMA_TOKEN_ATTR_UNUSED
@@ -35,6 +36,15 @@ class DraftRunner:
 
     def keep(self, slot: int, length: int) -> int:
         return self._context.keep(slot, length)
+
+    def add_context_checkpoint(self, slot: int) -> bool:
+        return self._context.memory.add_context_checkpoint(slot)
+
+    def context_checkpoints(self, slot: int) -> tuple[ContextCheckpoint, ...]:
+        return self._context.memory.context_checkpoints(slot)
+
+    def put_context_checkpoints(self, slot: int, checkpoints: Sequence[ContextCheckpoint]) -> None:
+        self._context.memory.put_context_checkpoints(slot, checkpoints)
 
     def state_size(self, slot: int) -> int:
         return self._context.memory.state_size(slot)

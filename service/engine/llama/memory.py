@@ -18,9 +18,10 @@ import numpy.typing as npt
 
 from service.engine.batch import Segment
 from service.engine.llama.cells import Cells
-from service.engine.types import Rollback
+from service.engine.types import ContextCheckpoint, Rollback
 from service.errors import EngineFailure
 
+_PARTIAL = llama_cpp.LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY
 _CHECKPOINT = llama_cpp.LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY | llama_cpp.LLAMA_STATE_SEQ_FLAGS_ON_DEVICE
 
 
@@ -36,14 +37,28 @@ class Memory:
     """Sequences by their numbers; positions are those of tokens. Not thread-safe.
 
     `window` is that of sliding-window layers, 0 where there are none; `snapshots` the number of tokens whose recurrent
-    states are kept. Source: `llama_memory_seq_*` and `llama_state_seq_*_ext` of llama.h.
+    states are kept. Of context checkpoints each sequence has up to `most_copies`, of `copied_bytes` together.
+
+    Source: `llama_memory_seq_*` and `llama_state_seq_*_ext` of llama.h.
     """
 
-    def __init__(self, context: Any, rollback: Rollback, *, window: int = 0, snapshots: int = 0) -> None:
+    def __init__(
+        self,
+        context: Any,
+        rollback: Rollback,
+        *,
+        window: int = 0,
+        snapshots: int = 0,
+        most_copies: int = 0,
+        copied_bytes: int = 0,
+    ) -> None:
         self._context = context
         self._handle = llama_cpp.llama_get_memory(context)
         self._rollback, self._window, self._snapshots = rollback, window, snapshots
+        self._most_copies, self._copied_bytes = most_copies, copied_bytes
         self._checkpoints: dict[int, _Checkpoint] = {}
+        self._copies: dict[int, list[ContextCheckpoint]] = {}
+        """Context checkpoints, in host memory, the shortest first."""
         self._fresh: dict[int, int] = {}
         """Tokens that each sequence had in the last decode."""
         self.cells: Cells | None = None
@@ -89,13 +104,41 @@ class Memory:
             self._invalidate(sequence, length)
             return length
         if length > 0 and (kept := self._go_back(sequence, length)):
+            self._invalidate(sequence, kept)
             return kept
         self.clear(sequence)
         return 0
 
+    def add_context_checkpoint(self, sequence: int) -> bool:
+        """Copy what cannot go back to host memory. Older copies make room for it, but for the first one."""
+        copies = self._copies.setdefault(sequence, [])
+        length = self.length(sequence)
+        if not self._most_copies or (self._rollback is Rollback.TRIM and not self._window) or length <= 0:
+            return False
+        if copies and copies[-1].length >= length:
+            return False
+        size = int(llama_cpp.llama_state_seq_get_size_ext(self._context, sequence, _PARTIAL))
+        data = np.empty(size, np.uint8)
+        got = llama_cpp.llama_state_seq_get_data_ext(self._context, _pointer(data), size, sequence, _PARTIAL)
+        if size > self._copied_bytes or got != size:
+            return False
+        copies.append(ContextCheckpoint(length, data.data))
+        while len(copies) > self._most_copies or sum(len(copy.data) for copy in copies) > self._copied_bytes:
+            del copies[min(1, len(copies) - 2)]
+        return True
+
+    def context_checkpoints(self, sequence: int) -> tuple[ContextCheckpoint, ...]:
+        return tuple(self._copies.get(sequence, ()))
+
+    def put_context_checkpoints(self, sequence: int, checkpoints: Sequence[ContextCheckpoint]) -> None:
+        """Checked copies that belong to what the sequence holds now."""
+        fitting = [copy for copy in checkpoints if copy.length <= self.length(sequence)]
+        self._copies[sequence] = sorted(fitting, key=lambda copy: copy.length)[-self._most_copies :] if fitting else []
+
     def clear(self, sequence: int) -> None:
         """Empty a sequence."""
         self._checkpoints.pop(sequence, None)
+        self._copies.pop(sequence, None)
         self._remove(sequence, 0)
 
     def state_size(self, sequence: int) -> int:
@@ -124,9 +167,10 @@ class Memory:
 
     def move(self, sequence: int) -> None:
         """Put a sequence into the lowest cells that are free. Raises EngineFailure where it is lost."""
-        checkpoint = self._checkpoints.get(sequence)
+        checkpoint, copies = self._checkpoints.get(sequence), self._copies.get(sequence, [])
         if not self.put_back(sequence, self.state(sequence), self.length(sequence)):
             raise EngineFailure("a sequence could not be moved in the cache", reason="MOVE_FAILED")
+        self._copies[sequence] = copies
         if checkpoint is not None:
             self._checkpoints[sequence] = checkpoint
 
@@ -140,21 +184,29 @@ class Memory:
                 return False
 
     def _go_back(self, sequence: int, length: int) -> int:
-        """Put the checkpoint of a sequence back, if it is not behind `length`; returns its length, or 0."""
+        """Put the newest checkpoint of a sequence back that is not behind `length`; returns its length, or 0."""
         known = self._checkpoints.get(sequence)
-        if known is None or known.length > length:
+        copies = [copy for copy in self._copies.get(sequence, ()) if copy.length <= length]
+        if known is not None and known.length <= length and (not copies or known.length >= copies[-1].length):
+            point, pointer, size, flags = known.length, known.data, len(known.data), _CHECKPOINT
+        elif copies:
+            data = np.frombuffer(copies[-1].data, np.uint8)
+            point, pointer, size, flags = copies[-1].length, _pointer(data), len(data), _PARTIAL
+        else:
             return 0
-        size = len(known.data)
-        if llama_cpp.llama_state_seq_set_data_ext(self._context, known.data, size, sequence, _CHECKPOINT) != size:
+        if llama_cpp.llama_state_seq_set_data_ext(self._context, pointer, size, sequence, flags) != size:
             return 0
-        # the attention part of a hybrid is no part of the checkpoint
-        return known.length if self._remove(sequence, known.length) else 0
+        # the attention part is no part of the checkpoint
+        return point if self._remove(sequence, point) and self.length(sequence) == point else 0
 
     def _invalidate(self, sequence: int, length: int) -> None:
         """A checkpoint of tokens that are no longer there is of no use."""
         known = self._checkpoints.get(sequence)
         if known is not None and known.length > length:
             del self._checkpoints[sequence]
+        copies = self._copies.get(sequence)
+        if copies and copies[-1].length > length:
+            self._copies[sequence] = [copy for copy in copies if copy.length <= length]
 
     def _remove(self, sequence: int, start: int) -> bool:
         """A whole sequence can always go."""

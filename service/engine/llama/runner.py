@@ -16,7 +16,7 @@ from service.engine.llama.model import Model, OnProgress
 from service.engine.llama.samplers import ChainSampler, GreedySampler
 from service.engine.llama.vocabulary import Vocabulary
 from service.engine.settings import ContextSettings, ModelSettings, SpeculationSettings
-from service.engine.types import Capabilities, ModelInfo, Request, Rollback
+from service.engine.types import Capabilities, ContextCheckpoint, ModelInfo, Request, Rollback
 from service.errors import ConfigError
 
 
@@ -46,6 +46,15 @@ class LlamaRunner:
 
     def keep(self, slot: int, length: int) -> int:
         return self._context.keep(slot, length)
+
+    def add_context_checkpoint(self, slot: int) -> bool:
+        return self._context.memory.add_context_checkpoint(slot)
+
+    def context_checkpoints(self, slot: int) -> tuple[ContextCheckpoint, ...]:
+        return self._context.memory.context_checkpoints(slot)
+
+    def put_context_checkpoints(self, slot: int, checkpoints: Sequence[ContextCheckpoint]) -> None:
+        self._context.memory.put_context_checkpoints(slot, checkpoints)
 
     def state_size(self, slot: int) -> int:
         return self._context.memory.state_size(slot)
@@ -119,6 +128,7 @@ def _info(model: Model, context: Context, settings: ContextSettings, vocabulary:
             hybrid=bool(llama_cpp.llama_model_is_hybrid(model.handle)),
             sliding_window=llama_cpp.llama_model_n_swa(model.handle),
             rollback=context.rollback,
+            context_checkpoints=settings.context_checkpoints > 0,
             deterministic=context.deterministic,
         ),
         chat_template=model.chat_template,
