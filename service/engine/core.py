@@ -50,8 +50,7 @@ class Core:
         self._shelf = Shelf(settings.cache_memory, whole=not self._info.capabilities.trim)
         self._seats = Seats(runner, self._speculation, self._shelf)
         self._slots = self._seats.slots
-        can = self._info.capabilities
-        self._pausing = can.context_checkpoints and (not can.trim or can.sliding_window > 0)
+        self._pausing = self._info.capabilities.context_checkpoints
         self._checkpoint_seconds = 0.0
         """Of each slot, in the last step that took checkpoints."""
         self._outcomes: list[Outcome] = []

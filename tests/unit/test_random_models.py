@@ -21,7 +21,9 @@ Write = Callable[..., Path]
 PROMPT: list[int] = np.random.default_rng(7).integers(2, 2048, 400).tolist()
 
 ATTENTION = Capabilities(trim=True, recurrent=False, hybrid=False, sliding_window=0, rollback=Rollback.TRIM)
-WINDOW = Capabilities(trim=True, recurrent=False, hybrid=False, sliding_window=32, rollback=Rollback.TRIM)
+WINDOW = Capabilities(
+    trim=True, recurrent=False, hybrid=False, sliding_window=32, rollback=Rollback.TRIM, context_checkpoints=True
+)
 RECURRENT = Capabilities(trim=False, recurrent=True, hybrid=False, sliding_window=0, rollback=Rollback.CHECKPOINT)
 
 small_models = pytest.mark.parametrize(

@@ -109,6 +109,7 @@ def _info(model: Model, context: Context, settings: ContextSettings, vocabulary:
     slot_context = settings.slot_context or min(context.size, trained or context.size)
     if not 2 <= slot_context <= context.size:
         raise ConfigError(f"slot_context: {slot_context} is not in [2, {context.size}], the context of all slots")
+    window: int = llama_cpp.llama_model_n_swa(model.handle)
     return ModelInfo(
         name=model.path.name,
         description=model.description,
@@ -126,9 +127,10 @@ def _info(model: Model, context: Context, settings: ContextSettings, vocabulary:
             trim=context.rollback is Rollback.TRIM,
             recurrent=bool(llama_cpp.llama_model_is_recurrent(model.handle)),
             hybrid=bool(llama_cpp.llama_model_is_hybrid(model.handle)),
-            sliding_window=llama_cpp.llama_model_n_swa(model.handle),
+            sliding_window=window,
             rollback=context.rollback,
-            context_checkpoints=settings.context_checkpoints > 0,
+            context_checkpoints=settings.context_checkpoints > 0
+            and (context.rollback is not Rollback.TRIM or window > 0),
             deterministic=context.deterministic,
         ),
         chat_template=model.chat_template,
