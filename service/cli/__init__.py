@@ -17,6 +17,7 @@ from service.cli.inspect import inspect
 from service.cli.models import models
 from service.cli.serve import serve
 from service.cli.slots import slots
+from service.cli.snapshots import app as snapshots
 from service.cli.state import restore, save
 from service.config import sources
 from service.errors import ConfigError
@@ -27,8 +28,8 @@ USAGE_ERROR = 2
 
 _EPILOGUE = (
     "Every option can also be given in the environment, as SLOTWIRE_ and its name (SLOTWIRE_SLOTS=8), and in a TOML "
-    "file (slots = 8, at the top or in a table [server], [model], [context], [scheduling]). The command line wins over "
-    "the environment, which wins over the file."
+    "file (slots = 8, at the top or in the table of its group, such as [context]). The command line wins over the "
+    "environment, which wins over the file."
 )
 
 app = App(
@@ -41,6 +42,8 @@ app = App(
 app.command(serve, name="serve", config=sources(), help_epilogue=_EPILOGUE)
 for command in (generate, chat, demo, slots, save, restore, models, inspect):
     app.command(command, default_parameter=Parameter(negative_bool=(), negative_iterable=(), show_default=False))
+snapshots.default_parameter = Parameter(negative_bool=(), negative_iterable=(), show_default=False)
+app.command(snapshots)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

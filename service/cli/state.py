@@ -107,7 +107,7 @@ async def restore(
                     upload_id=upload_id,
                     on_progress=on_progress,
                 )
-    print("\n".join(_restored(restored)))
+    print("\n".join(restored_lines(restored)))
     return 0
 
 
@@ -239,7 +239,7 @@ def _saved(slot: int, saved: SavedSlot) -> str:
     return line + (", a generation can be resumed" if saved.resumable else ", no generation to resume")
 
 
-def _restored(restored: RestoredSlot) -> Iterator[str]:
+def restored_lines(restored: RestoredSlot) -> Iterator[str]:
     yield f"slot {restored.slot_id}: {restored.restored_tokens:,} tokens" + (
         " computed, since their state does not fit" if restored.recomputed else ""
     )

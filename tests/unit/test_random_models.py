@@ -24,7 +24,9 @@ ATTENTION = Capabilities(trim=True, recurrent=False, hybrid=False, sliding_windo
 WINDOW = Capabilities(
     trim=True, recurrent=False, hybrid=False, sliding_window=32, rollback=Rollback.TRIM, context_checkpoints=True
 )
-RECURRENT = Capabilities(trim=False, recurrent=True, hybrid=False, sliding_window=0, rollback=Rollback.CHECKPOINT)
+RECURRENT = Capabilities(
+    trim=False, recurrent=True, hybrid=False, sliding_window=0, rollback=Rollback.CHECKPOINT, context_checkpoints=True
+)
 
 small_models = pytest.mark.parametrize(
     "write", [random_models.llama, random_models.sliding_window, random_models.mamba2], ids=lambda write: write.__name__
