@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from dataclasses import asdict
 from typing import Annotated
 
@@ -32,11 +31,8 @@ async def show(prefix: str = "", /, *, json: bool = False, server: _Server = Non
     for title, justify in (("Name", "left"), ("Tokens", "right"), ("Size", "right"), ("Created", "left")):
         table.add_column(title, justify=justify)  # type: ignore[arg-type]
     table.add_column("Model", overflow="ellipsis", no_wrap=True)
-    async with (
-        connect(running(server, "snapshots")) as client,
-        contextlib.aclosing(client.snapshots.list(prefix)) as all_,
-    ):
-        async for snapshot in all_:
+    async with connect(running(server, "snapshots")) as client:
+        async for snapshot in client.snapshots.list(prefix):
             if json:
                 write_json(asdict(snapshot))
                 continue
