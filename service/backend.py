@@ -30,9 +30,10 @@ from service.engine.types import (
     Sampling,
     SlotContents,
     SlotInfo,
+    SlotState,
     Started,
 )
-from service.errors import ConfigError, NotFound, Unavailable
+from service.errors import ConfigError, Conflict, NotFound, Unavailable
 from service.state.layout import BLOB_PREFIX
 from service.state.memory import PayloadSummary
 from service.state.payload import parse_payload
@@ -151,8 +152,12 @@ class Backend:
             stop=paused.request.stop, logprobs=paused.request.logprobs, draft=paused.request.draft,
             session=paused.request.session, cache_key=paused.request.cache_key,
         )  # fmt: skip
-        sampler = await asyncio.wrap_future(self._intake_thread.submit(loaded.runner.make_sampler, request))
-        sampler.resume(paused.generated, paused.draws)
+        preparing = self._intake_thread.submit(loaded.intake.resume, replace(paused, request=request))
+        try:
+            request, sampler = await asyncio.wrap_future(preparing)
+        except asyncio.CancelledError:
+            preparing.add_done_callback(_discard)
+            raise
         return request, self._engine.submit(request, sampler, paused.generated, loaded.runner.pieces)
 
     async def prefill(
@@ -208,6 +213,12 @@ class Backend:
     async def put(self, slot_id: int | None, contents: SlotContents) -> tuple[int, bool]:
         """Replace what an idle slot holds; see `Core.put`."""
         return await self._engine.call(lambda core: core.put(slot_id, contents))
+
+    async def check_idle(self, slot_id: int) -> None:
+        """Raise NotFound unless there is such a slot, and Conflict where it is busy."""
+        self.check_slot(slot_id)
+        if (await self.slots())[slot_id].state is not SlotState.IDLE:
+            raise Conflict(f"slot {slot_id} is busy", reason="SLOT_BUSY", slot=slot_id)
 
     async def load_now(self) -> Load:
         self.loaded  # noqa: B018  # raises while there is none

@@ -16,7 +16,7 @@ from service.errors import Conflict, DataLoss, EngineFailure, SlotwireError
 from service.identity import Identity
 from service.state.fingerprint import Fingerprint, differences
 from service.state.image import SlotImage, image_pieces, image_size
-from service.state.integrity import digest_name, digest_of
+from service.state.integrity import digest_name, digest_of, is_digest
 from service.state.layout import BLOB_MAGIC, BLOB_PREFIX, Section
 from service.state.manifest import Manifest, decode
 from service.state.memory import CacheKind, PayloadSummary
@@ -137,10 +137,15 @@ class SlotImages:
         samples = self._backend.loaded.samples
         return ImageReader(target=samples.target.kind, draft=samples.draft.kind if samples.draft else None)
 
+    async def check_idle(self, slot_id: int) -> None:
+        """Raise NotFound or Conflict where a slot cannot take an image now."""
+        await self._backend.check_idle(slot_id)
+
     async def check_manifest(self, data: bytes, destination: Destination) -> None:
         """Refuse an image by its manifest, before any of it comes. Raises ManifestError or Conflict."""
         manifest = decode(data)
         limit = self._backend.loaded.info.slot_context
+        await self._check_vocabulary(manifest)
         if manifest.tokens > limit:
             raise _too_long(manifest.tokens, limit)
         if not destination.recompute:
@@ -153,6 +158,8 @@ class SlotImages:
             self._backend.check_slot(destination.slot_id)
         ids = completed.read.image.tokens.ids
         self._backend.loaded.runner.vocabulary.check("image.tokens", ids.tolist())
+        if completed.read.image.manifest is not None:
+            await self._check_vocabulary(completed.read.image.manifest)
         if len(ids) > self._backend.loaded.info.slot_context:
             raise _too_long(len(ids), self._backend.loaded.info.slot_context)
         restored = Restored(-1, len(ids), dropped=dict(completed.read.dropped))
@@ -179,6 +186,12 @@ class SlotImages:
             if problem:
                 raise _misfit(problem)
 
+    async def _check_vocabulary(self, manifest: Manifest) -> None:
+        """Tokens of another vocabulary are nonsense here, whether their state fits or is computed."""
+        ours, theirs = await self._identity.target(), Fingerprint.of(manifest.fingerprint)
+        if ours.vocabulary != theirs.vocabulary:
+            raise Conflict("the tokens are of another vocabulary", reason="VOCABULARY_MISMATCH")
+
     async def _check_fingerprint(self, manifest: Manifest) -> None:
         theirs = Fingerprint.of(manifest.fingerprint)
         found = differences(await self._identity.target(), theirs)
@@ -192,7 +205,7 @@ class SlotImages:
 
     async def _put(self, completed: Completed, destination: Destination, restored: Restored) -> None:
         read = completed.read
-        draft, draft_tokens = self._draft_of(completed, restored)
+        draft, draft_tokens = await self._draft_of(completed, restored)
         paused = self._paused_of(completed, restored)
         target = completed.prefixed_target
         _PREFIX.pack_into(target, 0, BLOB_MAGIC, 0)
@@ -218,7 +231,7 @@ class SlotImages:
         if contents.checkpoints:
             restored.applied.append(Section.CHECKPOINTS)
 
-    def _draft_of(self, completed: Completed, restored: Restored) -> tuple[memoryview | None, int]:
+    async def _draft_of(self, completed: Completed, restored: Restored) -> tuple[memoryview | None, int]:
         """The draft model's state and the number of its tokens, where it fits the draft's context."""
         image, sample = completed.read.image, self._backend.loaded.samples.draft
         if image.draft is None or not len(image.draft.state):
@@ -226,6 +239,8 @@ class SlotImages:
         payload = completed.read.payloads.get(_DRAFT_STATE)
         if sample is None:
             restored.dropped[Section.DRAFT] = "this server has no draft model"
+        elif await self._is_of_another_draft(image.manifest):
+            restored.dropped[Section.DRAFT] = "it is of another draft model or context"
         elif payload is None:
             restored.dropped[Section.DRAFT] = "it shares cells with the target"
         else:
@@ -235,6 +250,12 @@ class SlotImages:
                 return memoryview(image.draft.state), tokens
             restored.dropped[Section.DRAFT] = problem
         return None, 0
+
+    async def _is_of_another_draft(self, manifest: Manifest | None) -> bool:
+        """By what the manifest says of the draft, if it says anything."""
+        said = manifest.extra.get("draft") if manifest is not None else None
+        ours, theirs = await self._identity.draft(), said.get("fingerprint") if isinstance(said, dict) else None
+        return ours is not None and isinstance(theirs, dict) and theirs != ours.mapping()
 
     def _checkpoints_of(self, completed: Completed, restored: Restored) -> tuple[ContextCheckpoint, ...]:
         """The context checkpoints, if all of them fit. The draft's part of them is not used."""
@@ -247,7 +268,7 @@ class SlotImages:
             if payload is None or payload.shape != shape or {cache.last_position for cache in payload.caches} != {last}:
                 restored.dropped[Section.CHECKPOINTS] = f"checkpoint {index} does not fit this model's memory"
                 return ()
-            found.append(ContextCheckpoint(checkpoint.tokens, memoryview(checkpoint.target)))
+            found.append(ContextCheckpoint(checkpoint.tokens, memoryview(bytes(checkpoint.target))))
         return tuple(found)
 
     def _paused_of(self, completed: Completed, restored: Restored) -> Paused | None:
@@ -286,7 +307,7 @@ def _check_digests(completed: Completed) -> None:
     states = {Section.TARGET: image.target, Section.DRAFT: image.draft.state if image.draft is not None else None}
     for section, state in states.items():
         expected = image.manifest.digests.get(section.value) if image.manifest is not None else None
-        if state is None or expected is None:
+        if state is None or expected is None or not is_digest(expected):
             continue
         if digest_of([state], digest_name(expected)) != expected.lower():
             raise DataLoss(f"the {section.value} state is not the one that was saved", reason="DIGEST_MISMATCH")

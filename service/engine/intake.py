@@ -15,7 +15,7 @@ from service.engine.chat import ChatTemplate, Message, Segment
 from service.engine.grammar import GrammarError, check_gbnf, check_schema
 from service.engine.schema_gbnf import schema_to_gbnf
 from service.engine.settings import Grammars
-from service.engine.types import ModelInfo, Request
+from service.engine.types import ModelInfo, Paused, Request
 from service.errors import Conflict, FieldViolation, InvalidRequest
 
 
@@ -98,6 +98,33 @@ class Intake:
         request = replace(draft.request, tokens=tuple(tokens), sampling=sampling)
         return request, self._make_sampler(request)
 
+    def resume(self, paused: Paused) -> tuple[Request, Sampler]:
+        """The request of a generation that came from elsewhere, with a sampler in the middle of its text.
+
+        All of it is checked as if a client had sent it. Raises InvalidRequest or Conflict.
+        """
+        request, generated = paused.request, paused.generated
+        sampling = request.sampling
+        self._vocabulary.check("resume.tokens", (*request.tokens, *generated))
+        self._vocabulary.check("resume.sampling.logit_bias", sorted(sampling.logit_bias))
+        if sampling.mirostat is not None or sampling.xtc.probability > 0:
+            raise _not_resumable("what mirostat and XTC know cannot be carried over")
+        if request.max_tokens is not None and len(generated) >= request.max_tokens:
+            raise _not_resumable(f"{len(generated)} tokens were generated of {request.max_tokens}")
+        if paused.draws > 2 * len(generated):
+            raise _not_resumable(f"{paused.draws} draws for {len(generated)} tokens")
+        if len(request.tokens) + len(generated) > self._info.slot_context:
+            raise _not_resumable(f"its text is longer than the slot's context of {self._info.slot_context} tokens")
+        if sampling.grammar is not None:
+            self._check_gbnf(sampling.grammar, "resume.sampling.grammar")
+        sampler = self._make_sampler(request)
+        try:
+            sampler.resume(generated, paused.draws)
+        except BaseException:
+            sampler.close()
+            raise
+        return request, sampler
+
     def tokens(self, prompt: Prompt) -> Sequence[int]:
         """The prompt as tokens; at least one."""
         match prompt:
@@ -146,13 +173,20 @@ class Intake:
                 raise _forbidden("JSON schemas", self._grammars)
             return _grammar_of_schema(draft.json_schema)
         if draft.gbnf is not None:
-            if self._grammars != "all":
-                raise _forbidden("GBNF grammars", self._grammars)
-            try:
-                check_gbnf(draft.gbnf)
-            except GrammarError as error:
-                raise _bad_grammar("sampling.grammar.gbnf", error) from None
+            self._check_gbnf(draft.gbnf, "sampling.grammar.gbnf")
         return draft.gbnf
+
+    def _check_gbnf(self, gbnf: str, field: str) -> None:
+        if self._grammars != "all":
+            raise _forbidden("GBNF grammars", self._grammars)
+        try:
+            check_gbnf(gbnf)
+        except GrammarError as error:
+            raise _bad_grammar(field, error) from None
+
+
+def _not_resumable(why: str) -> InvalidRequest:
+    return InvalidRequest(FieldViolation("resume", why), reason="NOT_RESUMABLE")
 
 
 def _forbidden(what: str, setting: Grammars) -> Conflict:

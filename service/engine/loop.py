@@ -64,7 +64,8 @@ class Engine(Generic[R]):
             sampler.close()
             raise Unavailable("the server is shutting down", reason="SHUTTING_DOWN")
         outbox = self._outboxes[request.id] = Outbox(self._settings.outbox_tokens)
-        self._commands.put(lambda core: core.submit(Sequence(request, sampler, generated, pieces)))
+        sequence = Sequence(request, sampler, generated, pieces)
+        self._commands.put(lambda core: core.submit(sequence))
         return outbox
 
     def cancel(self, request_id: str) -> None:

@@ -82,7 +82,7 @@ class Sequence:
         reason = None
         if self._text.stop:
             reason = FinishReason.STOP
-        elif self.generated == self.request.max_tokens:
+        elif self.request.max_tokens is not None and self.generated >= self.request.max_tokens:
             reason = FinishReason.LENGTH
         return (self._delta(text) if text else None), reason
 

@@ -29,7 +29,7 @@ _PRIOR_MEMORY = 256  # trials of all slots together
 _PREFERENCE = 0.1  # a draft model has to be accepted that much more often than n-grams to be asked first
 _CATCH_UP = 64  # rows of a step in which the draft model reads what it has missed
 _CALIBRATED = (1, 2, 3, 4, 6, 8, 12, 16)  # rows
-_ATTEMPTS = 3
+_ATTEMPTS = 4
 _REST = 8  # steps without a look at drafts, after a draft model was found not to pay
 _OVERHEAD_WEIGHT = 0.1  # of the newest measurement
 
@@ -94,13 +94,15 @@ class Speculation:
                     self._time(decoder, cost, rows)
 
     def _time(self, decoder: Decoder, cost: RowCost, rows: int) -> None:
-        """The first decode is not counted: memory is allocated in it."""
-        for attempt in range(_ATTEMPTS):
+        """The fastest of some decodes tells: the first one allocates memory, and any may be disturbed."""
+        seconds = []
+        for _ in range(_ATTEMPTS):
             began = self._clock()
-            status = decoder.decode([Segment(0, [0] * rows, 0, outputs=rows)])
-            if attempt and status is DecodeStatus.OK:
-                cost.observe(rows, self._clock() - began)
+            if decoder.decode([Segment(0, [0] * rows, 0, outputs=rows)]) is DecodeStatus.OK:
+                seconds.append(self._clock() - began)
             decoder.keep(0, 0)
+        for _ in seconds[1:]:
+            cost.observe(rows, min(seconds))
 
     # the life of a text
 

@@ -64,6 +64,8 @@ class StateStreams:
         began = time.monotonic()
         header = _part(await anext(aiter(requests), None), "header")
         destination, digest = _read_header(header), header.digest if header.HasField("digest") else BLAKE3
+        if destination.slot_id is not None:
+            await self._images.check_idle(destination.slot_id)
         if header.HasField("manifest"):
             await self._images.check_manifest(header.manifest, destination)
         upload_id = header.upload_id if header.HasField("upload_id") else None

@@ -140,6 +140,12 @@ def digest_name(text: str) -> str:
     return found[1]
 
 
+def is_digest(text: str) -> bool:
+    """Whether it is the text of a digest known here."""
+    found = _TEXT.fullmatch(text)
+    return found is not None and found[1] in _HASHES
+
+
 def digest_of(pieces: Iterable[Bytes], name: str = BLAKE3) -> str:
     """The text of the digest of all pieces in a row. Raises InvalidRequest as Digest does."""
     digest = Digest(name)

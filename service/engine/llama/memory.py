@@ -132,8 +132,13 @@ class Memory:
 
     def put_context_checkpoints(self, sequence: int, checkpoints: Sequence[ContextCheckpoint]) -> None:
         """Checked copies that belong to what the sequence holds now."""
-        fitting = [copy for copy in checkpoints if copy.length <= self.length(sequence)]
-        self._copies[sequence] = sorted(fitting, key=lambda copy: copy.length)[-self._most_copies :] if fitting else []
+        kept: list[ContextCheckpoint] = []
+        left = self._copied_bytes
+        for copy in sorted(checkpoints, key=lambda copy: copy.length, reverse=True):
+            if len(kept) < self._most_copies and copy.length <= self.length(sequence) and len(copy.data) <= left:
+                kept.insert(0, copy)
+                left -= len(copy.data)
+        self._copies[sequence] = kept
 
     def clear(self, sequence: int) -> None:
         """Empty a sequence."""

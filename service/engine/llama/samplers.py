@@ -81,11 +81,16 @@ class ChainSampler:
     def resume(self, tokens: Sequence[int], draws: int) -> None:
         """Each draw takes one random number, whatever there is to choose from. Not for samplers that learn from the
         logits (mirostat) or draw depending on them (XTC).
+
+        Raises InvalidRequest for tokens that the grammar does not allow: accepting one would abort the process.
         """
         for _ in range(draws):
             self._candidates.pick_only(self._chain)
         self.draws = draws
         for token in tokens:
+            if self._grammar is not None and not self._candidates.allows(self._grammar, token):
+                violation = FieldViolation("resume", f"the grammar does not allow token {token}, which was generated")
+                raise InvalidRequest(violation, reason="NOT_RESUMABLE")
             self._accept(token)
 
     def draw(self, logits: Logits) -> int:
