@@ -2,62 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import llama_cpp
 
-from service.engine.batch import DecodeStatus, Logits, Segment
+from service.engine.batch import Logits
 from service.engine.llama.context import Context
+from service.engine.llama.decoder import ContextDecoder
 from service.engine.llama.model import Model
 from service.engine.settings import ContextSettings, ModelSettings, SpeculationSettings
-from service.engine.types import ContextCheckpoint
 from service.errors import ConfigError
 
 _UNUSED = llama_cpp.LLAMA_TOKEN_ATTR_UNUSED
 
 
-class DraftRunner:
-    """Implements `engine.batch.Decoder` for a draft model; it scores the first `vocabulary` tokens alone."""
+class DraftRunner(ContextDecoder):
+    """A draft model; it scores the first `vocabulary` tokens alone."""
 
     def __init__(self, model: Model, context: Context, vocabulary: int) -> None:
-        self._model, self._context, self._vocabulary = model, context, vocabulary
-        self.size, self.max_rows, self.max_outputs = context.size, context.max_rows, context.max_outputs
-
-    def decode(self, segments: Sequence[Segment]) -> DecodeStatus:
-        return self._context.decode(segments)
+        super().__init__(model, context)
+        self._vocabulary = vocabulary
 
     def logits(self, index: int) -> Logits:
-        return self._context.logits(index)[: self._vocabulary]
-
-    def checkpoint(self, slot: int) -> bool:
-        return self._context.checkpoint(slot)
-
-    def keep(self, slot: int, length: int) -> int:
-        return self._context.keep(slot, length)
-
-    def add_context_checkpoint(self, slot: int) -> bool:
-        return self._context.memory.add_context_checkpoint(slot)
-
-    def context_checkpoints(self, slot: int) -> tuple[ContextCheckpoint, ...]:
-        return self._context.memory.context_checkpoints(slot)
-
-    def put_context_checkpoints(self, slot: int, checkpoints: Sequence[ContextCheckpoint]) -> None:
-        self._context.memory.put_context_checkpoints(slot, checkpoints)
-
-    def state_size(self, slot: int) -> int:
-        return self._context.memory.state_size(slot)
-
-    def state(self, slot: int, room: memoryview | None = None) -> memoryview:
-        return self._context.memory.state(slot, room)
-
-    def put_back(self, slot: int, state: memoryview, length: int) -> bool:
-        return self._context.memory.put_back(slot, state, length)
-
-    def close(self) -> None:
-        self._context.close()
-        self._model.close()
+        return super().logits(index)[: self._vocabulary]
 
 
 def load_draft(

@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
 from pathlib import Path
 
 import llama_cpp
 
-from service.engine.batch import DecodeStatus, Logits, Sampler, Segment
+from service.engine.batch import Sampler
 from service.engine.llama import library
 from service.engine.llama.context import Context, Drafting
+from service.engine.llama.decoder import ContextDecoder
 from service.engine.llama.draft import DraftRunner, load_draft
 from service.engine.llama.model import Model, OnProgress
 from service.engine.llama.samplers import ChainSampler, GreedySampler
 from service.engine.llama.vocabulary import Vocabulary
 from service.engine.settings import ContextSettings, ModelSettings, SpeculationSettings
-from service.engine.types import Capabilities, ContextCheckpoint, ModelInfo, Request, Rollback
+from service.engine.types import Capabilities, ModelInfo, Request, Rollback
 from service.errors import ConfigError
 
 
-class LlamaRunner:
+class LlamaRunner(ContextDecoder):
     """Implements `engine.batch.Runner`. Made, used and closed on one thread: the first and only one that computes.
 
     A second thread with its own OpenMP team would slow each decode down for good. That is why the draft model, where
@@ -28,42 +28,12 @@ class LlamaRunner:
     """
 
     def __init__(self, model: Model, context: Context, settings: ContextSettings, draft: DraftRunner | None) -> None:
-        self._model, self._context, self.draft = model, context, draft
+        super().__init__(model, context)
+        self.draft = draft
         self.vocabulary = Vocabulary(model.vocab_handle)
         self.end_tokens = self.vocabulary.end_tokens
         self.pieces = self.vocabulary.pieces
-        self.size, self.max_rows, self.max_outputs = context.size, context.max_rows, context.max_outputs
         self.info = _info(model, context, settings, self.vocabulary.size)
-
-    def decode(self, segments: Sequence[Segment]) -> DecodeStatus:
-        return self._context.decode(segments)
-
-    def logits(self, index: int) -> Logits:
-        return self._context.logits(index)
-
-    def checkpoint(self, slot: int) -> bool:
-        return self._context.checkpoint(slot)
-
-    def keep(self, slot: int, length: int) -> int:
-        return self._context.keep(slot, length)
-
-    def add_context_checkpoint(self, slot: int) -> bool:
-        return self._context.memory.add_context_checkpoint(slot)
-
-    def context_checkpoints(self, slot: int) -> tuple[ContextCheckpoint, ...]:
-        return self._context.memory.context_checkpoints(slot)
-
-    def put_context_checkpoints(self, slot: int, checkpoints: Sequence[ContextCheckpoint]) -> None:
-        self._context.memory.put_context_checkpoints(slot, checkpoints)
-
-    def state_size(self, slot: int) -> int:
-        return self._context.memory.state_size(slot)
-
-    def state(self, slot: int, room: memoryview | None = None) -> memoryview:
-        return self._context.memory.state(slot, room)
-
-    def put_back(self, slot: int, state: memoryview, length: int) -> bool:
-        return self._context.memory.put_back(slot, state, length)
 
     def make_sampler(self, request: Request) -> Sampler:
         """The sampler of a request; may be called from any thread. Raises InvalidRequest for a bad grammar."""
@@ -76,8 +46,7 @@ class LlamaRunner:
     def close(self) -> None:
         if self.draft is not None:
             self.draft.close()
-        self._context.close()
-        self._model.close()
+        super().close()
 
 
 def load_runner(
