@@ -75,7 +75,7 @@ def test_cells_stay_in_the_order_of_tokens(moves: list[tuple[int, int, bool]]) -
             cells.drop(sequence, max(0, len(cells.of(sequence)) - count))
             continue
         segments = [Segment(sequence, [0] * count, len(cells.of(sequence)), 1)]
-        for slot in cells.misplaced(segments):
+        for slot in cells.misplaced(segments, room=100):
             length = len(cells.of(slot))
             cells.drop(slot, 0)
             cells.place(slot, length)
@@ -127,6 +127,15 @@ def test_the_cells_of_the_real_cache_stay_in_order(llama: Path) -> None:
             for slot in range(SLOTS):
                 if held[slot]:
                     assert positions(runner, slot) == list(range(held[slot]))
+
+
+def test_a_full_batch_has_room_beside_holes(llama: Path) -> None:
+    """Rows that fill holes come on top of those that were planned, and more than a batch holds end every request."""
+    with loaded(llama, batch=64) as runner:
+        assert runner.decode([Segment(0, [5] * 4, 0), Segment(1, [6] * 4, 0)]) is DecodeStatus.OK
+        runner.keep(0, 0)  # four holes before the cells of slot 1
+        assert runner.decode([Segment(1, [7] * 64, 4, 1)]) is DecodeStatus.OK
+        assert positions(runner, 1) == list(range(68))
 
 
 @pytest.mark.parametrize("kind", ["llama", "hybrid"])

@@ -71,11 +71,14 @@ class Cells:
             filled = min(filled + below + len(segment.tokens), len(self._holes))
         return Arrangement(ordered, plugs)
 
-    def misplaced(self, segments: Iterable[Segment]) -> list[int]:
-        """Sequences before which so many holes would have to be filled that they had better be moved into them."""
+    def misplaced(self, segments: Iterable[Segment], room: int) -> list[int]:
+        """Sequences before which so many holes would have to be filled that they had better be moved into them: more
+        than a few, or together more than `room` rows.
+        """
         arranged = self.arrange(segments)
+        most = _MOST_PLUGS if sum(arranged.plugs) <= room else 0
         pairs = zip(arranged.segments, arranged.plugs, strict=True)
-        return [segment.slot for segment, plugs in pairs if plugs > _MOST_PLUGS]
+        return [segment.slot for segment, plugs in pairs if plugs > most]
 
     def below(self, segments: Iterable[Segment]) -> int:
         """Holes before the last cell of any of the segments' sequences."""

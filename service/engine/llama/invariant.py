@@ -27,7 +27,9 @@ SPLIT_ATTENTION = 256
 
 
 class Library(Protocol):
-    """What computes."""
+    """What computes, at most `max_rows` rows at once."""
+
+    max_rows: int
 
     def decode_rows(self, segments: Sequence[Segment]) -> DecodeStatus:
         """One `llama_decode`, with the rows in the order of the segments."""
@@ -92,6 +94,7 @@ class InvariantDecoder:
             if self._recurrent and any(plugs):
                 assert self._cells is not None
                 plugs, filled = [0] * len(plugs), max(2, self._cells.below(part.segments))
+                filled = min(filled, self._library.max_rows)
                 status = self._decode_rows([Segment(self._scratch, [0] * filled, 0)])
                 if status is not DecodeStatus.OK:
                     return status
@@ -106,7 +109,8 @@ class InvariantDecoder:
         """The rows to put before each segment; moves the sequences that would need too many."""
         if self._cells is None:
             return [0] * len(part.segments)
-        for sequence in self._cells.misplaced(part.segments):
+        room = self._library.max_rows - sum(len(segment.tokens) for segment in part.segments)
+        for sequence in self._cells.misplaced(part.segments, room):
             self._memory.move(sequence)
         places = {segment.slot: place for segment, place in zip(part.segments, part.places, strict=True)}
         arranged = self._cells.arrange(part.segments)
